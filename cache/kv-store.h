@@ -1,0 +1,135 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What is kept of the past.
+ *
+ * Nouns and lifetimes:
+ *   KvStore   pages, ring and kernels for one model under one policy.  Owns the arenas.  Outlives its caches.
+ *   KvCache   the past of one sequence: a list of reference-counted pages (a page slot spans all layers of the store), a tail slot
+ *             on the device, checkpoints of the tail.  Forks share pages and the tail until they are written.
+ *   KvPass    one forward pass: which rows belong to which caches, the tiles that it will read, in the order of reading.
+ *
+ * A policy has three independent axes: growth (dynamic, static), home (device, host), form (f32, f16, leat).  The named strategies
+ * of the configuration are presets of these (kv_policy_preset).
+ *
+ * Rules (tested bit for bit):
+ *   - which keys a query sees packed depends on positions only (opencl/attend.h);
+ *   - a block of pages is the unit of summation: tile size, ring, home and budget do not change a bit of the output.
+ *
+ * Every operation validates first and applies after: on error nothing has changed.  No function here knows a token's text.
+ */
+
+#include "opencl/attend.h"
+#include "opencl/gpu.h"
+#include "quant/kv-codec.h"
+
+typedef enum KvGrowth { KV_GROWTH_DYNAMIC, KV_GROWTH_STATIC } KvGrowth;
+typedef enum KvHome { KV_HOME_DEVICE, KV_HOME_HOST } KvHome;
+typedef enum KvTransfer { KV_TRANSFER_AUTO, KV_TRANSFER_COPY, KV_TRANSFER_ZERO_COPY } KvTransfer;
+
+typedef enum KvStrategy {
+    KV_STRATEGY_DYNAMIC,
+    KV_STRATEGY_STATIC,
+    KV_STRATEGY_OFFLOADED,
+    KV_STRATEGY_OFFLOADED_STATIC,
+    KV_STRATEGY_QUANTIZED,
+    KV_STRATEGY_OFFLOADED_QUANTIZED, /* the default */
+    KV_STRATEGY_X_MAX,
+    KV_STRATEGY_X_INVALID = -EINVAL,
+} KvStrategy;
+
+const char *kv_strategy_to_string(KvStrategy strategy);
+KvStrategy kv_strategy_from_string(const char *name); /* KV_STRATEGY_X_INVALID when unknown */
+
+typedef struct KvPolicy {
+    KvStrategy strategy; /* the preset it came from, for display */
+    KvGrowth growth;
+    KvHome home;
+    KvForm form;
+    KvTransfer transfer;
+    uint32_t n_slots;              /* staging buffers of the ring, 1-8 */
+    uint32_t max_cache_tokens;     /* static: reserved; dynamic: refused beyond */
+    uint64_t host_budget_bytes;    /* for pages and checkpoints; 0: no limit of ours */
+    uint64_t device_budget_bytes;  /* for ring + tails (+ pages when home is the device); 0: what the device's budget allows */
+    uint32_t tile_blocks;          /* blocks of pages a tile holds at most; 0: chosen from the device budget */
+} KvPolicy;
+
+/* The preset with its defaults; @exact makes unquantised forms f32, else f16; leat is K 5, V 4 bits. */
+KvPolicy kv_policy_preset(KvStrategy strategy, bool exact);
+
+/* What the store must know of the model. */
+typedef struct KvModel {
+    uint32_t n_layers;
+    KvShape shape;                   /* the same for all layers in this version */
+    float scale;                     /* of attention scores */
+    const float *inv_freq;           /* (rotary_dim / 2), borrowed during kv_store_new() */
+    const KvCalibration *calibration; /* (n_layers), or NULL; borrowed during kv_store_new() */
+    bool exact;
+    uint32_t max_rows;               /* rows of the largest pass */
+    uint32_t max_sequences;          /* tail slots */
+} KvModel;
+
+typedef struct KvStore KvStore;
+typedef struct KvCache KvCache;
+typedef struct KvPass KvPass;
+
+typedef enum KvError {
+    KV_E_OK,
+    KV_E_DEVICE_MEMORY, /* numbers in the detail; nothing changed */
+    KV_E_HOST_MEMORY,   /* the host budget or the system refuses */
+    KV_E_CONTEXT,       /* beyond max_cache_tokens */
+    KV_E_DEVICE,        /* GPU_E_HUNG or GPU_E_LOST below; see the detail */
+} KvError;
+
+int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr);
+KvStore *kv_store_free(KvStore *store);
+DEFINE_CLEANUP(KvStore, kv_store_free)
+const KvPolicy *kv_store_policy(const KvStore *store); /* with every automatic value filled in */
+
+/* Bytes before anything is allocated, for the planner; equal what the allocator then shows. */
+typedef struct KvPlan {
+    uint64_t staging_bytes, tail_bytes, operand_bytes, device_page_bytes; /* on the device */
+    uint64_t host_bytes_per_token;
+    uint32_t tile_blocks, n_slots;
+} KvPlan;
+int kv_store_plan(const GpuInfo *info, const KvModel *model, const KvPolicy *policy, KvPlan *ret, ErrorDetail *reterr);
+
+int kv_cache_new(KvStore *store, KvCache **ret, ErrorDetail *reterr);
+KvCache *kv_cache_free(KvCache *cache);
+DEFINE_CLEANUP(KvCache, kv_cache_free)
+/* Copy-on-write: shares pages and tail; costs pointers. */
+int kv_cache_fork(KvCache *cache, KvCache **ret, ErrorDetail *reterr);
+uint32_t kv_cache_length(const KvCache *cache);
+
+/* Keeps at most the first n_keep tokens.  A packed form can go on exactly only from a place whose recent tokens are still there in
+ * full precision (the live tail or a checkpoint), so @ret_length <= n_keep is what is left: the caller runs tokens
+ * [ret_length, n_keep) again.  Unquantised forms always keep n_keep. */
+int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDetail *reterr);
+/* Saves the live tail in host memory as a place to crop back to (kept: the newest few; bytes count in the host budget). */
+int kv_cache_checkpoint(KvCache *cache);
+/* Empty and reusable. */
+int kv_cache_clear(KvCache *cache);
+
+typedef struct KvBytes {
+    uint64_t host, device, staging, checkpoints;
+    uint32_t n_pages, n_pages_shared, length;
+} KvBytes;
+void kv_cache_bytes(const KvCache *cache, KvBytes *ret);
+
+/* New rows of one cache in a pass: positions length .. length + n_tokens - 1. */
+typedef struct KvPassItem {
+    KvCache *cache;
+    uint32_t n_tokens;
+} KvPassItem;
+
+/* Reserves pages for all items or for none, plans groups, tiles and packs, writes the step input.  Rows of the pass are the items'
+ * tokens in order.  One pass at a time. */
+int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr);
+/* For each layer in order 0..n_layers-1: append and attend.  qkv as in opencl/attend.h, before RoPE. */
+int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr);
+/* All layers are queued: starts the prefetch of the next pass's first tiles (same caches), which runs while the head does. */
+int kv_pass_prefetch(KvPass *pass);
+/* After gpu_step_finish() returned 0: the caches' lengths grow.  Frees the pass. */
+int kv_pass_commit(KvPass *pass);
+/* After a failure: lengths stay, pages reserved for the pass return.  Frees the pass.  Returns NULL. */
+KvPass *kv_pass_abort(KvPass *pass);

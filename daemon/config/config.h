@@ -1,0 +1,110 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Configuration: YAML files into one struct, with every error of every file at once as file:line:column.
+ *
+ * Sources, later ones win per key: built-in defaults; PREFIX/lib/leat/leat.yaml, /etc/leat/leat.yaml, or the one file named; drop-ins
+ * leat.d/NAME.yaml beside it (by name); services.d/NAME.yaml beside it.
+ */
+
+#include "daemon/engine/engine.h"
+
+typedef enum ConfigSeverity { CONFIG_ERROR, CONFIG_WARNING } ConfigSeverity;
+
+typedef struct ConfigMessage {
+    char *file; /* owned */
+    uint32_t line, column; /* 1-based */
+    ConfigSeverity severity;
+    char *text; /* owned: one sentence, names the key and the nearest known one */
+} ConfigMessage;
+
+typedef struct ConfigMessages {
+    ConfigMessage *messages;
+    size_t n, capacity;
+} ConfigMessages;
+#define CONFIG_MESSAGES_NULL ((ConfigMessages){NULL, 0, 0})
+void config_messages_clear(ConfigMessages *messages);
+bool config_messages_have_error(const ConfigMessages *messages);
+
+/* The cache: block; has_* says what was written, so that the nearest block wins key by key. */
+typedef struct ConfigCache {
+    bool has_strategy, has_max_cache_len, has_prefetch, has_transfer, has_nbits_key, has_nbits_value, has_host_memory, has_device_budget;
+    KvStrategy strategy;
+    uint32_t max_cache_len, prefetch;
+    KvTransfer transfer;
+    uint8_t nbits_key, nbits_value;
+    uint64_t host_memory_bytes, device_budget_bytes;
+} ConfigCache;
+
+typedef struct ConfigModel {
+    char *name, *file;  /* file: absolute after resolving against the store paths */
+    char **aliases;
+    size_t n_aliases;
+    bool has_exact, exact, preload;
+    uint32_t context, parallel;
+    uint64_t keep_alive_usec;
+    ConfigCache cache;
+    EngineSampling sampling;
+    char *template_file, *chat_template;
+} ConfigModel;
+
+typedef enum ConfigInputType { CONFIG_INPUT_TEXT, CONFIG_INPUT_FILE } ConfigInputType;
+typedef struct ConfigInput {
+    char *name;
+    bool required;
+    uint64_t max_bytes;
+    char *default_value;
+} ConfigInput;
+
+typedef struct ConfigService {
+    char *name, *description, *model, *system, *prompt; /* prompt: text with {{name}} places */
+    ConfigInput *inputs;
+    size_t n_inputs;
+    EngineSampling sampling;
+    bool has_sampling_key[16]; /* by ConfigSamplingKey, private to config/ */
+    EnginePriority priority;
+    ConfigCache cache;
+    char *source_file;
+    uint32_t source_line;
+} ConfigService;
+
+typedef struct Config {
+    GpuMatch *devices;
+    size_t n_devices;
+    char **store_paths; /* where model files and bare names are looked up */
+    size_t n_store_paths;
+    ConfigCache default_cache;
+    bool default_exact;
+    uint32_t default_context;
+    uint64_t default_keep_alive_usec, default_seed;
+    ConfigModel *models;
+    size_t n_models;
+    ConfigService *services;
+    size_t n_services;
+    uint32_t max_queue;
+    int log_level;
+    uint64_t idle_exit_usec; /* bus activation with idle exit; UINT64_MAX: never */
+} Config;
+
+/* @path: the main file, or NULL for the system's.  Returns 0 with a usable config (perhaps with warnings in @messages), or -EINVAL when
+ * any file has an error: then *ret is untouched and the old configuration goes on. */
+int config_load(const char *path, Config **ret, ConfigMessages *messages);
+Config *config_free(Config *config);
+DEFINE_CLEANUP(Config, config_free)
+
+const ConfigModel *config_find_model(const Config *config, const char *name_or_alias);
+const ConfigService *config_find_service(const Config *config, const char *name);
+
+/* The policy that results from blocks, the later ones nearer: preset of the strategy, then each written key. */
+int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact, KvPolicy *ret, ErrorDetail *reterr);
+/* One key of a cache block from a string ("transfer", "copy"), as D-Bus options and `--cache KEY=VALUE` give it. */
+int config_cache_set(ConfigCache *cache, const char *key, const char *value, ErrorDetail *reterr);
+/* One sampling key from a string ("temperature", "0.7"). */
+int config_sampling_set(EngineSampling *sampling, const char *key, const char *value, ErrorDetail *reterr);
+/* The models as the engine wants them (borrowed from @config). */
+int config_engine_models(const Config *config, EngineModel **ret, size_t *ret_n, ErrorDetail *reterr);
+/* Fills a service's prompt with its inputs; {{name}} is replaced by the value, nothing in values is interpreted. */
+int config_service_render(const ConfigService *service, const char *const *names, const char *const *values, size_t n, char **ret_prompt,
+                          ErrorDetail *reterr);
+/* The known key nearest to @key (Damerau-Levenshtein distance at most 2, or a third of its length), or NULL. */
+const char *config_nearest(const char *key, const char *const *known, size_t n_known);

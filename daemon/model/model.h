@@ -1,0 +1,85 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * A loaded model: hyper-parameters, tokenizer, weights on the device, calibration, and the forward pass.
+ *
+ * ModelFile is what a worker thread prepares without touching the device (map, checks, hyper-parameters, tokenizer, digest,
+ * repacked weights in host memory).  Model is made from it by the engine thread, which owns the device.
+ */
+
+#include "cache/kv-store.h"
+#include "daemon/model/gguf.h"
+#include "daemon/text/tokenizer.h"
+#include "opencl/ops.h"
+
+typedef enum ModelError {
+    MODEL_E_OK,
+    MODEL_E_NOT_FOUND,
+    MODEL_E_CORRUPT,
+    MODEL_E_UNSUPPORTED,
+    MODEL_E_DEVICE_MEMORY, /* needed, available, what to change, in the detail */
+    MODEL_E_HOST_MEMORY,
+    MODEL_E_DEVICE,        /* lost or hung */
+} ModelError;
+
+typedef struct ModelParams {
+    char architecture[32], name[128], license[64], quantization[16];
+    uint32_t n_layers, n_embd, n_ff, n_vocab, context_length;
+    KvShape attention;
+    float norm_eps, rope_freq_base;
+    bool tied_embeddings;
+    uint64_t n_parameters;
+} ModelParams;
+
+typedef struct ModelFile ModelFile;
+typedef struct Model Model;
+
+/* Any thread.  @digest_dir: where digests by (device, inode, size, mtime) and calibrations by digest are kept; NULL: nowhere. */
+int model_file_open(const char *path, const char *state_dir, ModelFile **ret, ErrorDetail *reterr);
+ModelFile *model_file_free(ModelFile *file);
+DEFINE_CLEANUP(ModelFile, model_file_free)
+const ModelParams *model_file_params(const ModelFile *file);
+const Tokenizer *model_file_tokenizer(const ModelFile *file);
+const char *model_file_chat_template(const ModelFile *file); /* UTF-8 source, or NULL */
+const char *model_file_digest(const ModelFile *file);        /* 64 hex digits (SHA-256 of the file) */
+uint64_t model_file_bytes(const ModelFile *file);
+
+typedef struct ModelOptions {
+    bool exact;
+    uint32_t context;       /* 0: the model's */
+    uint32_t max_rows;      /* prefill chunk */
+    uint32_t max_sequences; /* sessions with a tail on the device at once */
+} ModelOptions;
+
+/* Bytes by purpose before loading; equal what the allocator shows after model_new() + one store. */
+typedef struct ModelPlan {
+    uint64_t weight_bytes, activation_bytes;
+    KvPlan kv;
+    uint64_t device_total_bytes, device_budget_bytes;
+    bool fits;
+} ModelPlan;
+int model_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvPolicy *policy, ModelPlan *ret,
+               ErrorDetail *reterr);
+
+/* Engine thread: uploads the weights, builds the kernels, calibrates (or reads the stored calibration).  @file is taken on success. */
+int model_new(Gpu *gpu, ModelFile *file, const ModelOptions *options, Model **ret, ErrorDetail *reterr);
+Model *model_free(Model *model);
+DEFINE_CLEANUP(Model, model_free)
+const ModelFile *model_file(const Model *model);
+const ModelOptions *model_options(const Model *model);
+uint64_t model_device_bytes(const Model *model);
+
+/* A store for caches of this model; the caller frees it before the model. */
+int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr);
+
+/* One sequence's part of a pass. */
+typedef struct ModelItem {
+    KvCache *cache;
+    const int32_t *tokens; /* (n_tokens) */
+    uint32_t n_tokens;
+    bool all_logits;       /* logits of every row, else of the last only */
+} ModelItem;
+
+/* Runs the pass (all items' rows share it), waits with a deadline, commits the caches.  @logits: float32 [rows with logits, n_vocab], in
+ * item order, host memory of the caller; NULL: none wanted.  On error the caches are as before. */
+int model_forward(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, ErrorDetail *reterr);

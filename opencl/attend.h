@@ -1,0 +1,132 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Attention over packed pages and a full-precision tail: the kernels and their launch.  No layer, no session: only rows,
+ * groups, pages and buffers.
+ *
+ * A *row* is one new token of one sequence.  A *group* is 1 to KV_PAGE_TOKENS rows with consecutive positions inside one
+ * aligned page of one sequence; all its queries see the same border: pages [0, n_packed) packed, everything after in
+ * full precision, n_packed = max(0, pos / KV_PAGE_TOKENS - 1).  The first KV_SINK_TOKENS tokens are masked out of page 0 and
+ * read in full precision, when n_packed > 0.
+ *
+ * The unit of summation is a *block* of KV_BLOCK_PAGES pages.  Its partial result (m, l, acc) starts fresh and depends on the
+ * row and on the block's visible pages only; partials fold into the row's state in block order, the tail (with sinks) last:
+ *     M' = max(M, m); L' = L exp2(M - M') + l exp2(m - M'); A' likewise
+ * (scores are in units of log2 e).  So tiles of whole blocks of any size give the same bits, and so does any number of rows in
+ * the pass.  Both launch shapes below obey it.
+ *
+ * Buffers, in elements of the stated type:
+ *   qkv    f32 (n_rows, (n_heads + 2 n_kv_heads) * head_dim): q heads, then k heads, then v heads, before RoPE
+ *   new    one layer's new keys and values after RoPE, f16 or f32 (tail_bits): K (n_rows, n_kv_heads, head_dim), then V
+ *   tail   per layer of one tail slot: ring of KV_TAIL_TOKENS tokens (slot = position % KV_TAIL_TOKENS), then KV_SINK_TOKENS
+ *          sinks: K (KV_TAIL_TOKENS + KV_SINK_TOKENS, n_kv_heads, head_dim), then V the same
+ *   state  f32 (n_rows, n_heads, head_dim + 2)
+ *   out    f32 (n_rows, n_heads * head_dim)
+ */
+
+#include "opencl/gpu.h"
+#include "quant/kv-codec.h"
+
+#define KV_TAIL_TOKENS (2 * KV_PAGE_TOKENS)
+
+/* int32 records that the host writes into step-input buffers; layer independent. */
+typedef struct AttendGroup {
+    int32_t row0, n_rows;  /* rows of the pass */
+    int32_t pos0;          /* position of row0 */
+    int32_t n_packed;      /* leading pages seen packed */
+    int32_t tail_slot;
+    int32_t new_start;     /* positions >= this are read from `new` at row new_row0 + pos - new_start, older from the tail ring */
+    int32_t new_row0;
+    int32_t reserved;
+} AttendGroup;
+
+/* One block of one group inside one tile; refs of a group are consecutive and in block order. */
+typedef struct AttendRef {
+    int32_t group;
+    int32_t block;                    /* pages [8 block, 8 block + n_pages) of the sequence */
+    int32_t n_pages;                  /* visible to the group, 1..KV_BLOCK_PAGES */
+    int32_t reserved;
+    uint32_t pages[KV_BLOCK_PAGES];   /* page index in the tile's buffer, or in `fresh` when ATTEND_REF_FRESH is set */
+} AttendRef;
+#define ATTEND_REF_FRESH 0x80000000u
+
+/* Which refs of a tile belong to a group. */
+typedef struct AttendSpan {
+    int32_t first_ref, n_refs;
+} AttendSpan;
+
+/* One page to pack: its tokens come from `new` (positions >= new_start) or from the tail ring. */
+typedef struct AttendPack {
+    int32_t tail_slot, page /* of the sequence */, new_start, new_row0;
+    uint32_t to; /* page index in `fresh` */
+    int32_t reserved[3];
+} AttendPack;
+
+typedef struct AttendOptions {
+    KvForm form;
+    KvShape shape;
+    bool exact;           /* float32 queries and sums (portable kernels); else integer kernels where the device has them */
+    uint32_t tail_bits;   /* 32 for form f32, else 16 */
+    float scale;          /* of the scores, 1 / sqrt(head_dim) unless the model says otherwise */
+    uint32_t max_rows, max_refs; /* largest pass, largest tile (blocks) */
+    const float *inv_freq; /* (rotary_dim / 2), borrowed during the call */
+    uint32_t max_pages;    /* longest sequence in pages, for the table of page angles */
+} AttendOptions;
+
+typedef struct Attend Attend;
+
+/* Compiles (or fetches) the kernels and allocates operand and partial buffers.  GpuError or negative errno. */
+int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail *reterr);
+Attend *attend_free(Attend *attend);
+DEFINE_CLEANUP(Attend, attend_free)
+/* Device bytes that attend_new() would take, for the planner. */
+int attend_device_bytes(const GpuInfo *info, const AttendOptions *options, uint64_t *ret);
+
+/* The inputs of one pass; buffers are borrowed until the step has finished. */
+typedef struct AttendPass {
+    uint32_t n_rows, n_groups;
+    const GpuBuffer *rope;    /* f32 (n_rows, rotary_dim / 2, 2): cos and sin of each row's position */
+    uint64_t rope_offset;     /* bytes; the same for the next ones */
+    const GpuBuffer *groups;  /* AttendGroup [n_groups] */
+    uint64_t groups_offset;
+} AttendPass;
+
+/* One layer's buffers. */
+typedef struct AttendLayer {
+    const GpuBuffer *calibration;  /* f32 K mean (n_kv_heads, head_dim), then V mean; zeros when not calibrated */
+    uint64_t calibration_offset;   /* bytes */
+    GpuBuffer *tail;
+    uint64_t tail_offset;          /* bytes of this layer inside a tail slot */
+    uint64_t tail_slot_stride;     /* bytes between tail slots */
+} AttendLayer;
+
+/* RoPE on q and k, query operands, `new` keys and values; resets the state of the rows. */
+int attend_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *qkv);
+/* Packs n_packs pages into @fresh (n_packs pages), after prepare. */
+int attend_pack(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *packs,
+                uint64_t packs_offset, uint32_t n_packs, GpuBuffer *fresh, GpuEvent **ret_event);
+
+typedef struct AttendTile {
+    const GpuBuffer *pages;      /* ring slot or arena */
+    uint64_t pages_offset;       /* bytes from the buffer's start to page index 0 of this layer; a multiple of 64 */
+    const GpuBuffer *fresh;      /* may be NULL when no ref has ATTEND_REF_FRESH */
+    const GpuBuffer *refs;       /* AttendRef [n_refs] */
+    uint64_t refs_offset;
+    const GpuBuffer *spans;      /* AttendSpan [n_groups] */
+    uint64_t spans_offset;
+    uint32_t n_refs;
+} AttendTile;
+
+/* Folds one tile into the rows' state.  Tiles of a layer are given in order.  The event (of the last kernel that reads the
+ * tile) is what an overwriting copy must wait for. */
+int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const AttendTile *tile, GpuWait wait,
+                GpuEvent **ret_event);
+/* Tail and sinks, normalisation, inverse rotation: writes @out. */
+int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *layer, GpuBuffer *out);
+/* Copies the pass's new keys and values into the tail ring (the last KV_TAIL_TOKENS positions of each sequence) and the sinks;
+ * after attend_finish() of this layer. */
+int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *layer);
+/* Fills tail ring positions from an unpacked form's pages (f16, f32): after a crop.  refs: pages to read, one AttendPack each
+ * with `to` = page index in @pages. */
+int attend_refill(Attend *attend, const AttendLayer *layer, const GpuBuffer *packs, uint64_t packs_offset, uint32_t n_packs,
+                  const GpuBuffer *pages, uint64_t pages_offset);
