@@ -16,7 +16,7 @@
 /* The pointer, and NULL in its place. */
 #define TAKE_PTR(pointer)                                                                                    \
     ({                                                                                                       \
-        __auto_type *_taken_from = &(pointer);                                                               \
+        __auto_type _taken_from = &(pointer);                                                                \
         __auto_type _taken = *_taken_from;                                                                   \
         *_taken_from = NULL;                                                                                 \
         _taken;                                                                                              \
