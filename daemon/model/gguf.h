@@ -39,10 +39,14 @@ typedef struct GgufTensor {
     uint64_t bytes;
 } GgufTensor;
 
+/* Returns 0, a GgufError, or a negative errno.  A file without tensors (vocabulary only) opens; model_file_open() refuses it. */
 int gguf_open(const char *path, Gguf **ret, ErrorDetail *reterr);
+/* The same from @size bytes at @data, borrowed as long as the Gguf lives. */
+int gguf_parse(const void *data, uint64_t size, Gguf **ret, ErrorDetail *reterr);
 Gguf *gguf_free(Gguf *gguf);
 DEFINE_CLEANUP(Gguf, gguf_free)
 uint64_t gguf_file_bytes(const Gguf *gguf);
+const void *gguf_file_data(const Gguf *gguf);
 
 /* Lookups by key: true when present with a fitting type (integers of any width that fit; floats f32 or f64). */
 bool gguf_has(const Gguf *gguf, const char *key);
