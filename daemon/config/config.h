@@ -48,7 +48,6 @@ typedef struct ConfigModel {
     char *template_file, *chat_template;
 } ConfigModel;
 
-typedef enum ConfigInputType { CONFIG_INPUT_TEXT, CONFIG_INPUT_FILE } ConfigInputType;
 typedef struct ConfigInput {
     char *name;
     bool required;
@@ -101,6 +100,8 @@ int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact,
 int config_cache_set(ConfigCache *cache, const char *key, const char *value, ErrorDetail *reterr);
 /* One sampling key from a string ("temperature", "0.7"). */
 int config_sampling_set(EngineSampling *sampling, const char *key, const char *value, ErrorDetail *reterr);
+/* The sampling of a service: the model's parameters, then the service's own.  Strings are borrowed from @config. */
+void config_service_sampling(const Config *config, const ConfigService *service, EngineSampling *ret);
 /* The models as the engine wants them (borrowed from @config). */
 int config_engine_models(const Config *config, EngineModel **ret, size_t *ret_n, ErrorDetail *reterr);
 /* Fills a service's prompt with its inputs; {{name}} is replaced by the value, nothing in values is interpreted. */
