@@ -6,8 +6,8 @@
  * A matrix is rows of n_cols elements; in the file each row is n_cols / block elements of blocks.  The device layout
  * groups 16 rows into a *tile* ("lane = row") and stores, per tile, one record per 32 columns (F32, F16, BF16, Q4_x,
  * Q5_x, Q8_0) or per 256 columns (K-quants), records in column order, tiles in row order, the last tile padded with zero
- * rows.  The layouts loses nothing: decode(device layout) equals decode(file) bit for bit.  The record formats are
- * written down beside each packer in weight-layout.c and in opencl/kernels/weight.cl, which must agree.
+ * rows.  The layout loses nothing: decode(device layout) equals decode(file) bit for bit.  The record formats are
+ * written down in weight-layout.c and in opencl/kernels/weight.cl, which must agree.
  */
 
 #include "quant/base/error.h"
@@ -45,9 +45,9 @@ const WeightTypeInfo *weight_type_info(uint32_t ggml_type);
 /* The ggml name of any known type number ("IQ4_XS"), or NULL: for refusals by name. */
 const char *weight_type_name(uint32_t ggml_type);
 
-/* Bytes of a row in the file; false when n_cols is not whole blocks or on overflow. */
+/* Bytes of a row in the file; -EINVAL when n_cols is not whole blocks, -EOVERFLOW. */
 int weight_row_bytes(const WeightTypeInfo *info, uint64_t n_cols, uint64_t *ret);
-/* Bytes of the device layout of n_rows x n_cols. */
+/* Bytes of the device layout of n_rows x n_cols; -EINVAL when n_cols is not whole blocks, -EOVERFLOW. */
 int weight_device_bytes(const WeightTypeInfo *info, uint64_t n_rows, uint64_t n_cols, uint64_t *ret);
 
 /* C reference: @n elements (whole blocks) of a file row to float. */
@@ -61,6 +61,10 @@ void weight_pack(const WeightTypeInfo *info, const void *file_rows, uint64_t n_r
 void weight_device_decode_row(const WeightTypeInfo *info, const void *device, uint64_t n_rows, uint64_t n_cols, uint64_t row,
                               float *ret);
 
-/* Activations of compute `fast`: blocks of 32, scale = max|x| / 127 (0 for a zero block), code = round half even,
- * as every kernel must do it.  @ret_sum16: sums of the codes of each 16. */
+/* Activations of compute `fast`: blocks of 32, scale = max|x| / 127, code = x * (127 / max|x|) rounded half even, as every
+ * kernel must do it.  A block whose largest magnitude is below WEIGHT_ACTIVATION_MIN counts as zeros (scale 0); one with an
+ * infinity or a NaN keeps it as its scale, with codes 0, so that the product is not a number either.
+ * @n need not be whole blocks: codes and sums are written for whole blocks, missing values are zeros.
+ * @ret_sum16: sums of the codes of each 16. */
+#define WEIGHT_ACTIVATION_MIN 0x1p-100f
 void weight_quantize_activations(const float *x, size_t n, int8_t *ret_codes, float *ret_scales, int32_t *ret_sum16);
