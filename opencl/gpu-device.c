@@ -1,0 +1,339 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Opening a device: context and queues, known answers, what its compiler accepts, whether host memory is read in place. */
+
+#include "opencl/gpu-internal.h"
+#include "quant/base/half.h"
+#include "quant/base/log.h"
+
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define SELFTEST_ITEMS 256
+#define SELFTEST_LOCAL 64 /* at most: Mesa's llvmpipe allows 32 */
+/* The first launch may compile for seconds on a busy machine; a device that takes longer does not work. */
+#define SELFTEST_USEC  UINT64_C(120000000)
+/* How long closing waits for commands before it abandons the driver's objects. */
+#define CLOSE_USEC     UINT64_C(10000000)
+
+static void CL_CALLBACK context_notify(const char *text, const void *data, size_t size, void *userdata)
+{
+    (void)data;
+    (void)size;
+    (void)userdata;
+    log_debug("OpenCL: %s", text);
+}
+
+static int open_queues(Gpu *gpu)
+{
+    const cl_context_properties properties[] = {CL_CONTEXT_PLATFORM, (cl_context_properties)gpu->platform, 0};
+    cl_int status;
+    int r;
+
+    gpu->context = clCreateContext(properties, 1, &gpu->device, context_notify, NULL, &status);
+    r = CL_CHECK(gpu, status, "clCreateContext");
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX && !r; queue++) {
+        gpu->queues[queue] = clCreateCommandQueue(gpu->context, gpu->device, CL_QUEUE_PROFILING_ENABLE, &status);
+        r = CL_CHECK(gpu, status, "clCreateCommandQueue");
+    }
+    return r;
+}
+
+/* ---- self-test --------------------------------------------------------------------------------------------------- */
+
+typedef struct Selftest {
+    Gpu *gpu;
+    GpuProgram *program; /* borrowed */
+    size_t local;
+    uint32_t in[SELFTEST_ITEMS], out[SELFTEST_ITEMS];
+} Selftest;
+
+/* C twin of selftest_answers. */
+static uint32_t selftest_expected(const uint32_t *in, size_t i, size_t local)
+{
+    size_t mirror = i / local * local + (local - 1 - i % local);
+    float y = (float)(in[i] & 0xffff) * 0.25f + 1.0f;
+
+    return ((in[mirror] * UINT32_C(2654435761)) ^ (in[i] >> 7)) + float_to_bits(y);
+}
+
+static void selftest_input(uint32_t *in, uint32_t seed)
+{
+    for (size_t i = 0; i < SELFTEST_ITEMS; i++) {
+        seed = seed * UINT32_C(1664525) + UINT32_C(1013904223);
+        in[i] = seed;
+    }
+}
+
+static bool selftest_equal(const Selftest *test, const uint32_t *in, const uint32_t *out)
+{
+    for (size_t i = 0; i < SELFTEST_ITEMS; i++)
+        if (out[i] != selftest_expected(in, i, test->local))
+            return false;
+    return true;
+}
+
+static int selftest_launch(Selftest *test, GpuBuffer *in, GpuBuffer *out, ErrorDetail *reterr)
+{
+    _cleanup_(gpu_kernel_freep) GpuKernel *kernel = NULL;
+    int r = gpu_kernel_new(test->program, "selftest_answers", &kernel, reterr);
+
+    if (r)
+        return error_trace(r);
+    for (test->local = SELFTEST_LOCAL; test->local > gpu_kernel_max_work_group(kernel);)
+        test->local /= 2;
+    r = gpu_kernel_set_buffer(kernel, 0, in);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 1, out);
+    if (!r)
+        r = gpu_launch(kernel, GPU_RANGE_1D(SELFTEST_ITEMS, test->local), GPU_WAIT_NONE, NULL);
+    return r ? error_trace(r) : 0;
+}
+
+/* Copies in, runs, copies out, on all three queues. */
+static int selftest_answers(Selftest *test, ErrorDetail *reterr)
+{
+    _cleanup_(gpu_buffer_freep) GpuBuffer *in = NULL, *out = NULL;
+    _cleanup_(gpu_event_unrefp) GpuEvent *uploaded = NULL, *done = NULL;
+    Gpu *gpu = test->gpu;
+    int r;
+
+    selftest_input(test->in, 1);
+    r = gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, sizeof(test->in), &in, reterr);
+    if (!r)
+        r = gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, sizeof(test->out), &out, reterr);
+    if (!r)
+        r = gpu_upload(gpu, GPU_QUEUE_UPLOAD, in, 0, test->in, sizeof(test->in), GPU_WAIT_NONE, "self-test in", &uploaded);
+    if (!r)
+        r = gpu_event_wait(gpu, uploaded, SELFTEST_USEC, reterr);
+    if (!r)
+        r = selftest_launch(test, in, out, reterr);
+    if (!r)
+        r = gpu_download(gpu, GPU_QUEUE_COMPUTE, out, 0, test->out, sizeof(test->out), GPU_WAIT_NONE, "self-test out", &done);
+    if (!r)
+        r = gpu_event_wait(gpu, done, SELFTEST_USEC, reterr);
+    if (r)
+        return error_trace(r);
+    if (!selftest_equal(test, test->in, test->out))
+        return error_detail_set(reterr, -EBADMSG, "the self-test gives wrong results");
+    return 0;
+}
+
+static void unmap_pages(void **memory)
+{
+    if (*memory)
+        (void)munmap(*memory, 2 * SELFTEST_ITEMS * sizeof(uint32_t) + 2 * (size_t)sysconf(_SC_PAGESIZE));
+}
+
+/* Whether a kernel sees what the host writes into wrapped memory, and the host what the kernel writes, twice in a row and
+ * without a copy or a map: some drivers claim unified memory and then keep a shadow of it. */
+static int selftest_in_place(Selftest *test, bool *ret, ErrorDetail *reterr)
+{
+    _cleanup_(unmap_pages) void *memory = NULL;
+    _cleanup_(gpu_buffer_freep) GpuBuffer *in = NULL, *out = NULL;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), half = (sizeof(test->in) + page - 1) / page * page;
+    Gpu *gpu = test->gpu;
+    bool works = true;
+    char *base;
+    int r;
+
+    base = mmap(NULL, 2 * sizeof(test->in) + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED)
+        return error_origin(-errno);
+    memory = base;
+    r = gpu_buffer_wrap(gpu, base, sizeof(test->in), &in, reterr);
+    if (!r)
+        r = gpu_buffer_wrap(gpu, base + half, sizeof(test->out), &out, reterr);
+    for (uint32_t round = 2; round < 4 && !r; round++) {
+        selftest_input((uint32_t *)(void *)base, round);
+        r = selftest_launch(test, in, out, reterr);
+        if (!r)
+            r = gpu_drain(gpu, SELFTEST_USEC, reterr);
+        works = works && !r && selftest_equal(test, (uint32_t *)(void *)base, (uint32_t *)(void *)(base + half));
+    }
+    if (r == GPU_E_OVER_BUDGET) /* refused to wrap: no reason to do without the device */
+        works = false;
+    else if (r)
+        return error_trace(r);
+    *ret = works;
+    return 0;
+}
+
+/* ---- SIMD level -------------------------------------------------------------------------------------------------- */
+
+static bool host_has_vnni(void)
+{
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+
+/* LEAT_SIMD lowers the level, for tests of the other kernels. */
+static GpuSimd simd_lowered(GpuSimd simd)
+{
+    static const char *const names[] = {"portable", "avx2", "avx512bw", "vnni"};
+    const char *wanted = getenv("LEAT_SIMD");
+
+    for (size_t i = 0; wanted && i < N_ELEMENTS(names); i++)
+        if (strcmp(wanted, names[i]) == 0)
+            return MIN(simd, (GpuSimd)i);
+    return simd;
+}
+
+static int probe_simd(Selftest *test, GpuSimd *ret, ErrorDetail *reterr)
+{
+    _cleanup_(gpu_kernel_freep) GpuKernel *kernel = NULL;
+    _cleanup_(gpu_buffer_freep) GpuBuffer *out = NULL;
+    Gpu *gpu = test->gpu;
+    uint32_t bits = 0;
+    int r;
+
+    r = gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, sizeof(bits), &out, reterr);
+    if (!r)
+        r = gpu_kernel_new(test->program, "selftest_simd", &kernel, reterr);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 0, out);
+    if (!r)
+        r = gpu_launch(kernel, GPU_RANGE_1D(1, 1), GPU_WAIT_NONE, NULL);
+    if (!r)
+        r = gpu_download(gpu, GPU_QUEUE_COMPUTE, out, 0, &bits, sizeof(bits), GPU_WAIT_NONE, "SIMD level", NULL);
+    if (!r)
+        r = gpu_drain(gpu, SELFTEST_USEC, reterr);
+    if (r)
+        return error_trace(r);
+    if (bits & 2)
+        /* The compiler need not know VNNI (PoCL 3.1 does not): our kernels write it as inline assembly, which is
+         * known to work on PoCL only. */
+        *ret = host_has_vnni() && strcasestr(gpu->info.platform, "Portable Computing Language") ? GPU_SIMD_AVX512VNNI
+                                                                                                  : GPU_SIMD_AVX512BW;
+    else
+        *ret = bits & 1 ? GPU_SIMD_AVX2 : GPU_SIMD_PORTABLE;
+    return 0;
+}
+
+static bool may_have_simd(const GpuInfo *info)
+{
+#if defined(__x86_64__)
+    return info->type == GPU_DEVICE_TYPE_CPU;
+#else
+    (void)info;
+    return false;
+#endif
+}
+
+static int selftest(Gpu *gpu, ErrorDetail *reterr)
+{
+    static const char *const sources[] = {"selftest.cl"};
+    _cleanup_(freep) Selftest *test = calloc(1, sizeof(*test));
+    GpuSimd simd = GPU_SIMD_PORTABLE;
+    bool in_place = false;
+    int r;
+
+    if (!test)
+        return error_origin(-ENOMEM);
+    test->gpu = gpu;
+    r = gpu_program_get(gpu, sources, N_ELEMENTS(sources), "", &test->program, reterr);
+    if (!r)
+        r = selftest_answers(test, reterr);
+    if (!r && gpu->info.unified_memory)
+        r = selftest_in_place(test, &in_place, reterr);
+    if (!r && may_have_simd(&gpu->info))
+        r = probe_simd(test, &simd, reterr);
+    if (r)
+        return error_trace(r);
+    if (gpu->info.unified_memory && !in_place)
+        log_debug("device '%s' claims unified memory but does not work in place", gpu->info.name);
+    gpu->info.unified_memory = in_place;
+    gpu->info.simd = simd_lowered(simd);
+    return 0;
+}
+
+/* ---- life -------------------------------------------------------------------------------------------------------- */
+
+static int copy_string(const char *from, char **ret)
+{
+    *ret = from ? strdup(from) : NULL;
+    return from && !*ret ? error_origin(-ENOMEM) : 0;
+}
+
+int gpu_open(const GpuOptions *options, Gpu **ret, ErrorDetail *reterr)
+{
+    _cleanup_(gpu_freep) Gpu *gpu = calloc(1, sizeof(*gpu));
+    int r;
+
+    if (!gpu)
+        return error_origin(-ENOMEM);
+    r = gpu_choose(options, gpu, reterr);
+    if (r)
+        return r;
+    r = copy_string(options->cache_dir, &gpu->cache_dir);
+    if (!r)
+        r = copy_string(options->compiler, &gpu->compiler);
+    if (!r)
+        r = gpu_signal_new(&gpu->signal);
+    if (r)
+        return error_trace(r);
+    r = open_queues(gpu);
+    if (r)
+        return error_detail_set(reterr, GPU_E_NO_DEVICE, "'%s' does not open: %s", gpu->info.name, gpu->lost_text);
+    r = selftest(gpu, reterr);
+    if (r) {
+        error_detail_prefix(reterr, "'%s' fails its self-test", gpu->info.name);
+        return r > 0 ? error_origin(GPU_E_NO_DEVICE) : error_trace(r);
+    }
+    log_debug("opened '%s' of %s, driver %s: %s", gpu->info.name, gpu->info.vendor, gpu->info.driver, gpu->info.reason);
+    *ret = TAKE_PTR(gpu);
+    return 0;
+}
+
+static void free_events(Gpu *gpu)
+{
+    for (size_t i = 0; i < gpu->n_pending; i++)
+        (void)gpu_event_unref(gpu->pending[i]);
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        (void)gpu_event_unref(gpu->last[queue]);
+    while (gpu->event_blocks) {
+        GpuEventBlock *next = gpu->event_blocks->next;
+
+        free(gpu->event_blocks);
+        gpu->event_blocks = next;
+    }
+    free(gpu->pending);
+    free(gpu->waits);
+}
+
+Gpu *gpu_free(Gpu *gpu)
+{
+    if (!gpu)
+        return NULL;
+    /* Releasing what a driver still works on may block for ever: wait first, and abandon everything if that fails. */
+    if (!gpu_is_lost(gpu) && gpu->signal)
+        (void)gpu_drain(gpu, CLOSE_USEC, NULL);
+    free_events(gpu);
+    gpu_trace_deinit(gpu);
+    gpu_programs_free(gpu);
+    if (!gpu->hung) {
+        for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+            if (gpu->queues[queue])
+                (void)clReleaseCommandQueue(gpu->queues[queue]);
+        if (gpu->context)
+            (void)clReleaseContext(gpu->context);
+    }
+    (void)gpu_signal_unref(gpu->signal);
+    free(gpu->cache_dir);
+    free(gpu->compiler);
+    free(gpu);
+    return NULL;
+}
+
+const GpuInfo *gpu_info(const Gpu *gpu)
+{
+    return &gpu->info;
+}
+
+bool gpu_is_lost(const Gpu *gpu)
+{
+    return atomic_load_explicit(&gpu->lost, memory_order_relaxed);
+}
