@@ -73,6 +73,10 @@ double kv_true_bits(KvForm form, const KvShape *shape, uint32_t n_tokens, uint32
 /* In place, orthonormal Hadamard of each power-of-two block (64 + 16 for 80); its own inverse. */
 void kv_hadamard(float *x, uint32_t n);
 
+/* Fractions of (largest magnitude / highest level) that the search for a scale tries first; the packing kernel gets them as an argument. */
+#define KV_N_FACTORS 8
+const float *kv_search_factors(uint8_t bits);
+
 /* C reference of packing: k, v: (KV_PAGE_TOKENS, n_kv_heads, head_dim), k already rotated by RoPE with @rope: (KV_PAGE_TOKENS,
  * rotary_dim / 2, 2) cos and sin of the page's positions.  @calibration may be NULL (means zero). */
 void kv_pack_page(KvForm form, const KvShape *shape, const KvCalibration *calibration, const float *rope, const float *k,
