@@ -111,7 +111,9 @@ FORCE:
 
 # ---- tests ------------------------------------------------------------------------------------------------------------------
 
-$(BUILD)/tests/%: $(BUILD)/tests/%.o $(BUILD)/libleat.a
+test_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/lib/*.c)))
+
+$(BUILD)/tests/%: $(BUILD)/tests/%.o $(test_objects) $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 

@@ -83,7 +83,7 @@ void gguf_writer_tensor(GgufWriter *writer, const char *name, uint32_t n_dims, c
 {
     gguf_writer_string(writer, name);
     gguf_writer_u32(writer, n_dims);
-    for (uint32_t i = 0; i < n_dims && i < 8; i++)
+    for (uint32_t i = 0; i < n_dims && i < 4; i++)
         gguf_writer_u64(writer, dims[i]);
     gguf_writer_u32(writer, type);
     gguf_writer_u64(writer, offset);
