@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* leat: the command line, its verbs and its options. */
+
+#include "daemon/config/config.h"
+#include "daemon/ctl/ctl.h"
+
+#include <getopt.h>
+#include <locale.h>
+#include <string.h>
+
+static const struct {
+    const char *name;
+    CtlVerb run;
+    const char *arguments, *help;
+} ctl_verbs[] = {
+    {"ask", ctl_verb_ask, "[PROMPT…]", "ask one question (arguments, --file, or standard input)"},
+    {"chat", ctl_verb_chat, "", "a conversation, line by line"},
+    {"run", ctl_verb_run, "SERVICE", "run a YAML service; standard input is its input"},
+    {"status", ctl_verb_status, "", "daemon, device and memory"},
+    {"ps", ctl_verb_ps, "", "running and waiting jobs"},
+    {"services", ctl_verb_services, "", "configured services"},
+    {"models", ctl_verb_models, "", "configured and stored models"},
+    {"load", ctl_verb_load, "[MODEL]", "load a model now"},
+    {"unload", ctl_verb_unload, "[MODEL]", "take a model off the device"},
+    {"tokenize", ctl_verb_tokenize, "[TEXT…]", "token ids of a text"},
+    {"estimate", ctl_verb_estimate, "[MODEL]", "bytes by purpose and place before loading"},
+    {"eval", ctl_verb_eval, "--ids FILE --npy OUT", "teacher-forced logits, float32 [tokens, vocabulary]"},
+    {"trace", ctl_verb_trace, "[-- COMMAND…]", "record kernels and copies while a command runs (or for --duration)"},
+    {"config", ctl_verb_config, "check [FILE]", "all mistakes of the configuration, with their places"},
+    {"reload", ctl_verb_reload, "", "let the daemon read its configuration again"},
+};
+
+static void ctl_help(void)
+{
+    (void)puts("leat VERB [OPTIONS] …: talk to the inference daemon\n\nVerbs");
+    for (size_t i = 0; i < N_ELEMENTS(ctl_verbs); i++)
+        (void)printf("  %-9s %-21s %s\n", ctl_verbs[i].name, ctl_verbs[i].arguments, ctl_verbs[i].help);
+    (void)puts("\nOptions\n"
+               "  -m, --model NAME         the model; without it the first one configured\n"
+               "      --user, --system     session bus or system bus (default: system, or LEAT_BUS=user)\n"
+               "      --json               the result as JSON, with the whole usage\n"
+               "  -q, --quiet              no progress, no remarks\n"
+               "      --no-legend          tables without a head line\n"
+               "      --timeout SECONDS    for replies of the daemon (default 25; answers have no limit)\n"
+               "      --priority CLASS     interactive, normal or background\n"
+               "      --cache KEY=VALUE,…  keys of the YAML cache block: strategy, transfer, quant.nbits, device-budget, …");
+    (void)puts("ask, chat, run\n"
+               "      --temperature T  --top-k N  --top-p P  --min-p P  --repeat-penalty R  --seed N\n"
+               "      --max-tokens N       0: until the model stops or the context is full\n"
+               "      --stop TEXT          ends the answer; may be repeated\n"
+               "      --ignore-eos         go on after the model's end token\n"
+               "  -f, --file FILE          read the prompt (run: the input) from a file; - is standard input\n"
+               "  -s, --instructions TEXT  the system message (ask, chat)\n"
+               "      --raw                no chat template: the prompt as it is\n"
+               "      --ids                print token ids instead of text (eval: --ids FILE)\n"
+               "      --stats              the usage on standard error\n"
+               "  -i, --input NAME=VALUE   an input of the service (run); may be repeated\n"
+               "      --spool FOLDER       run once for each file of the folder; answers go to FOLDER/done");
+    (void)puts("others\n"
+               "      --special            tokenize: special tokens in the text count as such\n"
+               "  -o, --output FILE        trace: where to write (default leat-trace.json)\n"
+               "      --duration SECONDS   trace: how long to record without a command (default 10)\n"
+               "  -h, --help  --version\n\n"
+               "Exit codes: 0 done, 1 failed, 2 usage, 3 not available, 4 refused, 5 configuration invalid, 130 interrupted.");
+}
+
+enum {
+    OPTION_USER = 256, OPTION_SYSTEM, OPTION_JSON, OPTION_NO_LEGEND, OPTION_TIMEOUT, OPTION_PRIORITY, OPTION_CACHE, OPTION_STOP,
+    OPTION_IGNORE_EOS, OPTION_RAW, OPTION_IDS, OPTION_STATS, OPTION_SPOOL, OPTION_SPECIAL, OPTION_DURATION, OPTION_NPY, OPTION_VERSION,
+    OPTION_SAMPLING, /* and the following ones, in the order of ctl_sampling_options */
+};
+
+static const char *const ctl_sampling_options[] = {"temperature", "top-k", "top-p", "min-p", "repeat-penalty", "seed", "max-tokens"};
+
+static const struct option ctl_options[] = {
+    {"model", required_argument, NULL, 'm'},
+    {"user", no_argument, NULL, OPTION_USER},
+    {"system", no_argument, NULL, OPTION_SYSTEM},
+    {"json", no_argument, NULL, OPTION_JSON},
+    {"quiet", no_argument, NULL, 'q'},
+    {"no-legend", no_argument, NULL, OPTION_NO_LEGEND},
+    {"timeout", required_argument, NULL, OPTION_TIMEOUT},
+    {"priority", required_argument, NULL, OPTION_PRIORITY},
+    {"cache", required_argument, NULL, OPTION_CACHE},
+    {"stop", required_argument, NULL, OPTION_STOP},
+    {"ignore-eos", no_argument, NULL, OPTION_IGNORE_EOS},
+    {"file", required_argument, NULL, 'f'},
+    {"instructions", required_argument, NULL, 's'},
+    {"raw", no_argument, NULL, OPTION_RAW},
+    {"ids", no_argument, NULL, OPTION_IDS},
+    {"stats", no_argument, NULL, OPTION_STATS},
+    {"input", required_argument, NULL, 'i'},
+    {"spool", required_argument, NULL, OPTION_SPOOL},
+    {"special", no_argument, NULL, OPTION_SPECIAL},
+    {"output", required_argument, NULL, 'o'},
+    {"duration", required_argument, NULL, OPTION_DURATION},
+    {"npy", required_argument, NULL, OPTION_NPY},
+    {"help", no_argument, NULL, 'h'},
+    {"version", no_argument, NULL, OPTION_VERSION},
+    {"temperature", required_argument, NULL, OPTION_SAMPLING + 0},
+    {"top-k", required_argument, NULL, OPTION_SAMPLING + 1},
+    {"top-p", required_argument, NULL, OPTION_SAMPLING + 2},
+    {"min-p", required_argument, NULL, OPTION_SAMPLING + 3},
+    {"repeat-penalty", required_argument, NULL, OPTION_SAMPLING + 4},
+    {"seed", required_argument, NULL, OPTION_SAMPLING + 5},
+    {"max-tokens", required_argument, NULL, OPTION_SAMPLING + 6},
+    {NULL, 0, NULL, 0},
+};
+
+static int ctl_add_pair(CtlPair **pairs, size_t *n, const char *key, const char *value)
+{
+    CtlPair *grown = reallocarray(*pairs, *n + 1, sizeof(*grown));
+
+    if (!grown)
+        return ctl_fail(CTL_EXIT_FAILED, "out of memory");
+    *pairs = grown;
+    grown[(*n)++] = (CtlPair){key, value};
+    return CTL_EXIT_DONE;
+}
+
+/* KEY=VALUE, cut in place. */
+static int ctl_add_assignment(CtlPair **pairs, size_t *n, char *text, const char *option)
+{
+    char *equals = strchr(text, '=');
+
+    if (!equals || equals == text)
+        return ctl_fail(CTL_EXIT_USAGE, "--%s takes NAME=VALUE, not '%s'", option, text);
+    *equals = 0;
+    return ctl_add_pair(pairs, n, text, equals + 1);
+}
+
+static int ctl_add_cache(Ctl *ctl, char *text)
+{
+    ConfigCache scratch = {0};
+    int r = CTL_EXIT_DONE;
+
+    for (char *save = NULL, *item = strtok_r(text, ",", &save); item && !r; item = strtok_r(NULL, ",", &save)) {
+        ErrorDetail detail = ERROR_DETAIL_NULL;
+
+        r = ctl_add_assignment(&ctl->cache, &ctl->n_cache, item, "cache");
+        if (!r && config_cache_set(&scratch, ctl->cache[ctl->n_cache - 1].key, ctl->cache[ctl->n_cache - 1].value, &detail))
+            r = ctl_fail(CTL_EXIT_USAGE, "%s", detail.text);
+    }
+    return r;
+}
+
+static int ctl_add_sampling(Ctl *ctl, const char *name, const char *value)
+{
+    EngineSampling scratch = {0};
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+    if (config_sampling_set(&scratch, name, value, &detail))
+        return ctl_fail(CTL_EXIT_USAGE, "%s", detail.text);
+    return ctl_add_pair(&ctl->sampling, &ctl->n_sampling, name, value);
+}
+
+static int ctl_add_stop(Ctl *ctl, const char *text)
+{
+    const char **grown = reallocarray(ctl->stops, ctl->n_stops + 1, sizeof(*grown));
+
+    if (!grown)
+        return ctl_fail(CTL_EXIT_FAILED, "out of memory");
+    ctl->stops = grown;
+    grown[ctl->n_stops++] = text;
+    return text[0] ? CTL_EXIT_DONE : ctl_fail(CTL_EXIT_USAGE, "--stop must not be empty");
+}
+
+static int ctl_parse_seconds(const char *text, double *ret)
+{
+    char *end;
+
+    *ret = strtod(text, &end);
+    if (end == text || *end || !(*ret > 0) || *ret > 1e9)
+        return ctl_fail(CTL_EXIT_USAGE, "'%s' is not a number of seconds", text);
+    return CTL_EXIT_DONE;
+}
+
+static int ctl_parse_timeout(Ctl *ctl, const char *text)
+{
+    double seconds;
+    int r = ctl_parse_seconds(text, &seconds);
+
+    if (!r)
+        ctl->timeout_usec = (uint64_t)(seconds * 1e6);
+    return r;
+}
+
+/* One option; `eval --ids FILE` takes its file from what follows. */
+static int ctl_parse_option(Ctl *ctl, int option)
+{
+    if (option >= OPTION_SAMPLING)
+        return ctl_add_sampling(ctl, ctl_sampling_options[option - OPTION_SAMPLING], optarg);
+    switch (option) {
+    case 'm':
+        ctl->model = optarg;
+        break;
+    case 'q':
+        ctl->quiet = true;
+        break;
+    case 'f':
+        ctl->file = optarg;
+        break;
+    case 's':
+        ctl->system = optarg;
+        break;
+    case 'i':
+        return ctl_add_assignment(&ctl->inputs, &ctl->n_inputs, optarg, "input");
+    case 'o':
+        ctl->output = optarg;
+        break;
+    case OPTION_USER:
+        ctl->user = true;
+        break;
+    case OPTION_SYSTEM:
+        ctl->system_bus = true;
+        break;
+    case OPTION_JSON:
+        ctl->json = true;
+        break;
+    case OPTION_NO_LEGEND:
+        ctl->no_legend = true;
+        break;
+    case OPTION_TIMEOUT:
+        return ctl_parse_timeout(ctl, optarg);
+    case OPTION_PRIORITY:
+        ctl->priority = optarg;
+        break;
+    case OPTION_CACHE:
+        return ctl_add_cache(ctl, optarg);
+    case OPTION_STOP:
+        return ctl_add_stop(ctl, optarg);
+    case OPTION_IGNORE_EOS:
+        ctl->ignore_eos = true;
+        break;
+    case OPTION_RAW:
+        ctl->raw = true;
+        break;
+    case OPTION_IDS:
+        ctl->ids = true;
+        break;
+    case OPTION_STATS:
+        ctl->stats = true;
+        break;
+    case OPTION_SPOOL:
+        ctl->spool = optarg;
+        break;
+    case OPTION_SPECIAL:
+        ctl->special = true;
+        break;
+    case OPTION_DURATION:
+        return ctl_parse_seconds(optarg, &ctl->duration);
+    case OPTION_NPY:
+        ctl->npy = optarg;
+        break;
+    default:
+        return CTL_EXIT_USAGE;
+    }
+    return CTL_EXIT_DONE;
+}
+
+static void ctl_clear(Ctl *ctl)
+{
+    ctl->bus = sd_bus_flush_close_unref(ctl->bus);
+    json_decref(ctl->finished);
+    free(ctl->cache);
+    free(ctl->sampling);
+    free(ctl->inputs);
+    free(ctl->stops);
+}
+
+static int ctl_unknown_verb(const char *verb)
+{
+    const char *names[N_ELEMENTS(ctl_verbs)], *nearest;
+
+    for (size_t i = 0; i < N_ELEMENTS(ctl_verbs); i++)
+        names[i] = ctl_verbs[i].name;
+    nearest = config_nearest(verb, names, N_ELEMENTS(names));
+    if (nearest)
+        return ctl_fail(CTL_EXIT_USAGE, "unknown verb '%s'; did you mean '%s'?", verb, nearest);
+    return ctl_fail(CTL_EXIT_USAGE, "unknown verb '%s' (see leat --help)", verb);
+}
+
+static int ctl_run(Ctl *ctl, int argc, char **argv)
+{
+    const char *verb = NULL;
+    int option, r = CTL_EXIT_DONE;
+
+    /* The verb comes first; options may stand anywhere after it, up to "--". */
+    if (argc > 1 && argv[1][0] != '-')
+        verb = argv[1];
+    optind = verb ? 2 : 1;
+    while (!r && (option = getopt_long(argc, argv, "m:qf:s:i:o:h", ctl_options, NULL)) >= 0) {
+        if (option == 'h') {
+            ctl_help();
+            return CTL_EXIT_DONE;
+        }
+        if (option == OPTION_VERSION) {
+            (void)puts("leat " LEAT_VERSION);
+            return CTL_EXIT_DONE;
+        }
+        r = ctl_parse_option(ctl, option);
+    }
+    if (r)
+        return r;
+    if (!verb)
+        return ctl_fail(CTL_EXIT_USAGE, "a verb is missing (see leat --help)");
+    ctl->arguments = argv + optind;
+    ctl->n_arguments = argc - optind;
+    if (!strcmp(verb, "eval") && ctl->ids && ctl->n_arguments) {
+        ctl->ids_file = ctl->arguments[0];
+        ctl->arguments++;
+        ctl->n_arguments--;
+    }
+    for (size_t i = 0; i < N_ELEMENTS(ctl_verbs); i++)
+        if (!strcmp(ctl_verbs[i].name, verb))
+            return ctl_verbs[i].run(ctl);
+    return ctl_unknown_verb(verb);
+}
+
+int main(int argc, char **argv)
+{
+    Ctl ctl = {.timeout_usec = 25000000};
+    int r;
+
+    (void)setlocale(LC_CTYPE, "");
+    r = ctl_run(&ctl, argc, argv);
+    ctl_clear(&ctl);
+    return r;
+}
