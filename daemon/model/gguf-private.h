@@ -18,6 +18,7 @@ struct Gguf {
     uint64_t size;
     void *map;           /* to unmap, or NULL when the bytes are borrowed */
     uint64_t header_bytes;
+    GgufIdentity identity;
     GgufEntry *entries;  /* sorted by key */
     size_t n_entries;
     GgufTensor *tensors; /* in file order */
@@ -35,9 +36,3 @@ int gguf_parse_bytes(Gguf *gguf, ErrorDetail *reterr);
 /* Bytes of a scalar in the file; 0 for strings and arrays. */
 size_t gguf_type_bytes(GgufType type);
 int gguf_string_compare(GgufString a, GgufString b);
-
-/* A name from a file, made fit for an error text: ASCII, at most 64 characters. */
-typedef struct GgufPrintable {
-    char text[72];
-} GgufPrintable;
-GgufPrintable gguf_printable(GgufString string);

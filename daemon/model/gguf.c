@@ -45,11 +45,18 @@ static int check_regular(const char *path, const struct stat *st, ErrorDetail *r
     return error_detail_set(reterr, GGUF_E_NOT_FOUND, "'%.400s' is %s, not a model file", path, what);
 }
 
+static size_t header_pages(const Gguf *gguf)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+
+    return (gguf->header_bytes + page - 1) / page * page;
+}
+
 /* Puts a private copy of the header's pages at their place in the map: whoever shortens or rewrites the file later cannot
  * make reading its keys and token tables raise SIGBUS.  (Tensor data is read once, by the loader.) */
 static int detach_header(Gguf *gguf)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), bytes = (gguf->header_bytes + page - 1) / page * page;
+    size_t bytes = header_pages(gguf);
     void *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
     if (copy == MAP_FAILED)
@@ -81,7 +88,7 @@ int gguf_parse(const void *data, uint64_t size, Gguf **ret, ErrorDetail *reterr)
     return 0;
 }
 
-static int open_map(const char *path, void **ret_map, uint64_t *ret_size, ErrorDetail *reterr)
+static int open_map(const char *path, void **ret_map, GgufIdentity *ret_identity, ErrorDetail *reterr)
 {
     /* O_NONBLOCK: opening a pipe that nobody writes to must not wait. */
     _cleanup_(close_fdp) int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
@@ -100,26 +107,32 @@ static int open_map(const char *path, void **ret_map, uint64_t *ret_size, ErrorD
     *ret_map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
     if (*ret_map == MAP_FAILED)
         return error_detail_set(reterr, error_origin(-errno), "cannot map the file: %s", strerror(errno));
-    *ret_size = (uint64_t)st.st_size;
+    *ret_identity = (GgufIdentity){
+        .device = st.st_dev,
+        .inode = st.st_ino,
+        .bytes = (uint64_t)st.st_size,
+        .modified_nsec = (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec,
+    };
     return 0;
 }
 
 int gguf_open(const char *path, Gguf **ret, ErrorDetail *reterr)
 {
     _cleanup_(gguf_freep) Gguf *gguf = NULL;
-    uint64_t size = 0;
+    GgufIdentity identity = {0};
     void *map = NULL;
     int r;
 
-    r = open_map(path, &map, &size, reterr);
+    r = open_map(path, &map, &identity, reterr);
     if (r)
         return error_trace(r);
-    r = gguf_parse(map, size, &gguf, reterr);
+    r = gguf_parse(map, identity.bytes, &gguf, reterr);
     if (r) {
-        (void)munmap(map, size);
+        (void)munmap(map, identity.bytes);
         return error_trace(r);
     }
     gguf->map = map;
+    gguf->identity = identity;
     r = detach_header(gguf);
     if (r)
         return error_trace(r);
@@ -150,6 +163,22 @@ uint64_t gguf_file_bytes(const Gguf *gguf)
 const void *gguf_file_data(const Gguf *gguf)
 {
     return gguf->data;
+}
+
+bool gguf_identity(const Gguf *gguf, GgufIdentity *ret)
+{
+    if (!gguf->map)
+        return false;
+    *ret = gguf->identity;
+    return true;
+}
+
+void gguf_release_data(const Gguf *gguf)
+{
+    size_t start = header_pages(gguf);
+
+    if (gguf->map && start < gguf->size)
+        (void)madvise((char *)gguf->map + start, gguf->size - start, MADV_DONTNEED);
 }
 
 /* ---- lookups -------------------------------------------------------------------------------------------------------------- */

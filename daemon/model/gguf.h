@@ -47,6 +47,14 @@ Gguf *gguf_free(Gguf *gguf);
 DEFINE_CLEANUP(Gguf, gguf_free)
 uint64_t gguf_file_bytes(const Gguf *gguf);
 const void *gguf_file_data(const Gguf *gguf);
+/* Which file it is, as it was when opened; no padding.  False when it was parsed from memory. */
+typedef struct GgufIdentity {
+    uint64_t device, inode, bytes;
+    int64_t modified_nsec;
+} GgufIdentity;
+bool gguf_identity(const Gguf *gguf, GgufIdentity *ret);
+/* The tensor data will not be read again soon: gives its pages back. */
+void gguf_release_data(const Gguf *gguf);
 
 /* Lookups by key: true when present with a fitting type (integers of any width that fit; floats f32 or f64). */
 bool gguf_has(const Gguf *gguf, const char *key);
@@ -66,3 +74,9 @@ bool gguf_array_number(const Gguf *gguf, const char *key, uint64_t index, double
 size_t gguf_n_tensors(const Gguf *gguf);
 const GgufTensor *gguf_tensor_at(const Gguf *gguf, size_t index);
 const GgufTensor *gguf_tensor(const Gguf *gguf, const char *name); /* NULL when absent */
+
+/* A name from a file, made fit for an error text: printable ASCII, at most 64 characters. */
+typedef struct GgufPrintable {
+    char text[72];
+} GgufPrintable;
+GgufPrintable gguf_printable(GgufString string);

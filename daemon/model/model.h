@@ -20,6 +20,7 @@ typedef enum ModelError {
     MODEL_E_DEVICE_MEMORY, /* needed, available, what to change, in the detail */
     MODEL_E_HOST_MEMORY,
     MODEL_E_DEVICE,        /* lost or hung */
+    MODEL_E_CONTEXT,       /* a pass would make a cache longer than its policy or the context allows */
 } ModelError;
 
 typedef struct ModelParams {
@@ -34,7 +35,7 @@ typedef struct ModelParams {
 typedef struct ModelFile ModelFile;
 typedef struct Model Model;
 
-/* Any thread.  @digest_dir: where digests by (device, inode, size, mtime) and calibrations by digest are kept; NULL: nowhere. */
+/* Any thread.  @state_dir: where digests by (device, inode, size, mtime) and calibrations by digest are kept; NULL: nowhere. */
 int model_file_open(const char *path, const char *state_dir, ModelFile **ret, ErrorDetail *reterr);
 ModelFile *model_file_free(ModelFile *file);
 DEFINE_CLEANUP(ModelFile, model_file_free)
@@ -49,6 +50,7 @@ typedef struct ModelOptions {
     uint32_t context;       /* 0: the model's */
     uint32_t max_rows;      /* prefill chunk */
     uint32_t max_sequences; /* sessions with a tail on the device at once */
+    uint64_t deadline_usec; /* of one wait for the device; 0: a minute */
 } ModelOptions;
 
 /* Bytes by purpose before loading; equal what the allocator shows after model_new() + one store. */
@@ -61,15 +63,18 @@ typedef struct ModelPlan {
 int model_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvPolicy *policy, ModelPlan *ret,
                ErrorDetail *reterr);
 
-/* Engine thread: uploads the weights, builds the kernels, calibrates (or reads the stored calibration).  @file is taken on success. */
+/* Engine thread: uploads the weights, builds the kernels.  @file is taken on success; after a failure it is the caller's, to be freed (its
+ * repacked weights may be gone). */
 int model_new(Gpu *gpu, ModelFile *file, const ModelOptions *options, Model **ret, ErrorDetail *reterr);
 Model *model_free(Model *model);
 DEFINE_CLEANUP(Model, model_free)
 const ModelFile *model_file(const Model *model);
+/* With every zero replaced by its meaning, and context and max_rows no more than the model has. */
 const ModelOptions *model_options(const Model *model);
 uint64_t model_device_bytes(const Model *model);
 
-/* A store for caches of this model; the caller frees it before the model. */
+/* A store for caches of this model; the caller frees it before the model.  The first one whose form is `leat` reads the stored calibration
+ * or measures it (a second or two), so no pass may be open.  max_cache_tokens 0 or beyond the context means the context. */
 int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr);
 
 /* One sequence's part of a pass. */
@@ -80,6 +85,7 @@ typedef struct ModelItem {
     bool all_logits;       /* logits of every row, else of the last only */
 } ModelItem;
 
-/* Runs the pass (all items' rows share it), waits with a deadline, commits the caches.  @logits: float32 [rows with logits, n_vocab], in
- * item order, host memory of the caller; NULL: none wanted.  On error the caches are as before. */
+/* Runs the pass (all items' rows share it, at most max_rows: else -EINVAL), waits with a deadline, commits the caches.  @logits: float32
+ * [rows with logits, n_vocab], in item order, host memory of the caller; NULL: none wanted.  Whether they are finite is the caller's to see.
+ * On error the caches are as before. */
 int model_forward(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, ErrorDetail *reterr);

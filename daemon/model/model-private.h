@@ -1,0 +1,67 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Inside of ModelFile and Model, shared by the files of this folder. */
+
+#include "daemon/model/digest.h"
+#include "daemon/model/weights.h"
+
+struct ModelFile {
+    Gguf *gguf;
+    Tokenizer *tokenizer;
+    HParams hparams;
+    Weights weights;
+    char *state_dir, *chat_template;
+    uint8_t digest[DIGEST_BYTES];
+    char digest_hex[2 * DIGEST_BYTES + 1];
+};
+
+/* Rows whose logits are computed at once: enough to read the head's weights rarely, few enough that the buffer stays small. */
+#define MODEL_LOGIT_ROWS 32
+/* Deadline of one wait for the device unless the options say otherwise. */
+#define MODEL_DEADLINE_USEC (60 * UINT64_C(1000000))
+
+struct Model {
+    Gpu *gpu;        /* borrowed */
+    ModelFile *file;
+    ModelOptions options; /* complete */
+    Ops *ops;
+    GpuBuffer **blocks; /* (n_blocks), as in struct Weights */
+    uint32_t n_blocks;
+    GpuBuffer *x;       /* f32 (max_rows, n_embd): the residual stream */
+    GpuBuffer *qkv;     /* f32 (max_rows, (n_heads + 2 n_kv_heads) * head_dim) */
+    GpuBuffer *attended; /* f32 (max_rows, n_heads * head_dim) */
+    GpuBuffer *hidden;  /* f32 (max_rows, n_ff) */
+    GpuBuffer *logits;  /* f32 (n_logit_rows, n_vocab) */
+    GpuBuffer *input;   /* int32 (2, max_rows): token ids, then rows whose logits are wanted */
+    int32_t *host_input; /* the same, on the host */
+    KvCalibration *calibration; /* (n_layers), or NULL when not calibrated yet */
+    float *means;               /* what it points into: (n_layers, 2, n_kv_heads, head_dim) */
+};
+
+/* Complete options: every zero replaced by its meaning. */
+ModelOptions model_complete_options(const ModelFile *file, const ModelOptions *options);
+KvModel model_kv(const ModelFile *file, const ModelOptions *options, const KvCalibration *calibration);
+OpsOptions model_ops_options(const ModelFile *file, const ModelOptions *options);
+
+/* Sizes of the buffers of struct Model, in bytes. */
+typedef struct ModelSizes {
+    uint64_t x, qkv, attended, hidden, logits, input;
+    uint32_t n_logit_rows;
+} ModelSizes;
+ModelSizes model_sizes(const ModelFile *file, const ModelOptions *options);
+
+/* Folds what opencl/ and cache/ return into ModelError. */
+int model_fold_gpu(int r);
+int model_fold_kv(int r);
+
+/* Copies of every layer's qkv of a pass, for calibration. */
+typedef struct ModelTap {
+    float *qkv; /* (n_layers, n_rows, (n_heads + 2 n_kv_heads) * head_dim), host memory */
+} ModelTap;
+int model_run(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, const ModelTap *tap,
+              ErrorDetail *reterr);
+
+/* Reads the stored calibration of the model, or measures and stores it.  ModelError or negative errno. */
+int model_calibrate(Model *model, ErrorDetail *reterr);
+/* The built-in text. */
+extern const char model_calibration_text[];
