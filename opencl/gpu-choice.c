@@ -51,7 +51,18 @@ const char *gpu_device_type_to_string(GpuDeviceType type)
 
 static const char *type_in_words(GpuDeviceType type)
 {
-    return type == GPU_DEVICE_TYPE_GPU ? "GPU" : type == GPU_DEVICE_TYPE_ACCELERATOR ? "accelerator" : "CPU";
+    switch (type) {
+    case GPU_DEVICE_TYPE_GPU:
+        return "GPU";
+    case GPU_DEVICE_TYPE_ACCELERATOR:
+        return "accelerator";
+    case GPU_DEVICE_TYPE_CPU:
+        return "CPU";
+    case GPU_DEVICE_TYPE_X_MAX:
+    case GPU_DEVICE_TYPE_X_INVALID:
+        break;
+    }
+    return "other";
 }
 
 static void append(char *text, size_t size, const char *format, ...) _printf_(3, 4);
@@ -164,11 +175,22 @@ static bool matches(const GpuMatch *match, const GpuInfo *info)
            (match->type == GPU_DEVICE_TYPE_X_INVALID || match->type == info->type);
 }
 
-static void judge(Candidate *candidate, const GpuOptions *options)
+static const char *failed_before(const GpuRefusals *refusals, cl_device_id device)
+{
+    for (size_t i = 0; i < refusals->n; i++)
+        if (refusals->devices[i] == device)
+            return refusals->reasons[i];
+    return NULL;
+}
+
+static void judge(Candidate *candidate, const GpuOptions *options, const GpuRefusals *refusals)
 {
     for (size_t i = 0; i < options->n_matches && !candidate->match; i++)
         if (matches(&options->matches[i], &candidate->info))
             candidate->match = &options->matches[i];
+    candidate->refused = failed_before(refusals, candidate->device);
+    if (candidate->refused)
+        return;
     if (candidate->info.type == GPU_DEVICE_TYPE_X_INVALID)
         candidate->refused = "it does not run kernels";
     else if (!DEVICE_U32(candidate->device, CL_DEVICE_AVAILABLE))
@@ -184,7 +206,8 @@ static void judge(Candidate *candidate, const GpuOptions *options)
         candidate->refused = "the configuration excludes it";
 }
 
-static int add_devices(Candidates *candidates, cl_platform_id platform, const GpuOptions *options)
+static int add_devices(Candidates *candidates, cl_platform_id platform, const GpuOptions *options,
+                       const GpuRefusals *refusals)
 {
     cl_device_id devices[DEVICES_PER_PLATFORM_MAX];
     cl_uint n_devices = 0;
@@ -208,7 +231,7 @@ static int add_devices(Candidates *candidates, cl_platform_id platform, const Gp
 
         *candidate = (Candidate){.platform = platform, .device = devices[i]};
         read_info(candidate);
-        judge(candidate, options);
+        judge(candidate, options, refusals);
         log_debug("device '%s' (%s) on '%s': %s", candidate->info.name, type_in_words(candidate->info.type), name,
                   candidate->refused ? candidate->refused : "usable");
     }
@@ -233,7 +256,7 @@ static int no_platform(ErrorDetail *reterr)
                             where, variable, variable);
 }
 
-static int collect(const GpuOptions *options, Candidates *candidates, ErrorDetail *reterr)
+static int collect(const GpuOptions *options, const GpuRefusals *refusals, Candidates *candidates, ErrorDetail *reterr)
 {
     cl_platform_id platforms[PLATFORMS_MAX];
     cl_uint n_platforms = 0;
@@ -245,7 +268,7 @@ static int collect(const GpuOptions *options, Candidates *candidates, ErrorDetai
         return no_platform(reterr);
     n_platforms = MIN(n_platforms, (cl_uint)PLATFORMS_MAX);
     for (cl_uint i = 0; i < n_platforms; i++) {
-        r = add_devices(candidates, platforms[i], options);
+        r = add_devices(candidates, platforms[i], options, refusals);
         if (r)
             return error_trace(r);
     }
@@ -292,7 +315,7 @@ static void say_why(const Candidates *candidates, Candidate *best)
         const Candidate *other = &candidates->items[i];
 
         if (other->refused && other->info.type < best->info.type)
-            append(text, size, "; %.60s not used: %s", other->info.name, other->refused);
+            append(text, size, "; %.60s not used: %.100s", other->info.name, other->refused);
         else if (!other->refused && is_fallback(other) && other->info.type < best->info.type)
             append(text, size, "; %.60s is only a fallback", other->info.name);
     }
@@ -305,7 +328,7 @@ static int no_device(const Candidates *candidates, ErrorDetail *reterr)
     char refusals[220] = "";
 
     for (size_t i = 0; i < candidates->n_items; i++)
-        append(refusals, sizeof(refusals), "; %.50s: %s", candidates->items[i].info.name, candidates->items[i].refused);
+        append(refusals, sizeof(refusals), "; %.50s: %.100s", candidates->items[i].info.name, candidates->items[i].refused);
     if (candidates->n_items == 0)
         return error_detail_set(reterr, GPU_E_NO_DEVICE,
                                 "the OpenCL platforms (%.150s) offer no device; install one of " PACKAGES_TO_INSTALL,
@@ -325,11 +348,11 @@ static uint64_t budget_of(const Candidate *best, const GpuOptions *options)
     return options->default_max_memory_bytes ? MIN(options->default_max_memory_bytes, memory) : memory / 4 * 3;
 }
 
-int gpu_choose(const GpuOptions *options, Gpu *gpu, ErrorDetail *reterr)
+int gpu_choose(const GpuOptions *options, const GpuRefusals *refusals, Gpu *gpu, ErrorDetail *reterr)
 {
     _cleanup_(candidates_deinit) Candidates candidates = {0};
     Candidate *best = NULL;
-    int r = collect(options, &candidates, reterr);
+    int r = collect(options, refusals, &candidates, reterr);
 
     if (r)
         return error_trace(r);
@@ -355,7 +378,7 @@ int gpu_find_device(const char *platform, const char *name, cl_platform_id *ret_
 {
     _cleanup_(candidates_deinit) Candidates candidates = {0};
     const GpuOptions options = {0};
-    int r = collect(&options, &candidates, NULL);
+    int r = collect(&options, &(GpuRefusals){0}, &candidates, NULL);
 
     if (r < 0)
         return error_trace(r);

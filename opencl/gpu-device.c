@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #define SELFTEST_ITEMS 256
-#define SELFTEST_LOCAL 64 /* at most: Mesa's llvmpipe allows 32 */
+#define SELFTEST_LOCAL 64
 /* The first launch may compile for seconds on a busy machine; a device that takes longer does not work. */
 #define SELFTEST_USEC  UINT64_C(120000000)
 /* How long closing waits for commands before it abandons the driver's objects. */
@@ -80,7 +80,9 @@ static int selftest_launch(Selftest *test, GpuBuffer *in, GpuBuffer *out, ErrorD
 
     if (r)
         return error_trace(r);
-    for (test->local = SELFTEST_LOCAL; test->local > gpu_kernel_max_work_group(kernel);)
+    /* On a CPU device our kernels run in groups of one, and that variant is in the binary (gpu-compiler.c). */
+    test->local = test->gpu->info.type == GPU_DEVICE_TYPE_CPU ? 1 : SELFTEST_LOCAL;
+    while (test->local > gpu_kernel_max_work_group(kernel))
         test->local /= 2;
     r = gpu_kernel_set_buffer(kernel, 0, in);
     if (!r)
@@ -258,16 +260,19 @@ static int copy_string(const char *from, char **ret)
     return from && !*ret ? error_origin(-ENOMEM) : 0;
 }
 
-int gpu_open(const GpuOptions *options, Gpu **ret, ErrorDetail *reterr)
+/* The best device that has not been refused yet, opened and proven.  When it fails, @ret_failed names it. */
+static int open_best(const GpuOptions *options, const GpuRefusals *refusals, Gpu **ret, cl_device_id *ret_failed,
+                     ErrorDetail *reterr)
 {
     _cleanup_(gpu_freep) Gpu *gpu = calloc(1, sizeof(*gpu));
     int r;
 
     if (!gpu)
         return error_origin(-ENOMEM);
-    r = gpu_choose(options, gpu, reterr);
+    r = gpu_choose(options, refusals, gpu, reterr);
     if (r)
-        return r;
+        return error_trace(r);
+    gpu->compile_usec = GPU_COMPILE_SECONDS * UINT64_C(1000000);
     r = copy_string(options->cache_dir, &gpu->cache_dir);
     if (!r)
         r = copy_string(options->compiler, &gpu->compiler);
@@ -275,17 +280,43 @@ int gpu_open(const GpuOptions *options, Gpu **ret, ErrorDetail *reterr)
         r = gpu_signal_new(&gpu->signal);
     if (r)
         return error_trace(r);
+    *ret_failed = gpu->device;
     r = open_queues(gpu);
     if (r)
-        return error_detail_set(reterr, GPU_E_NO_DEVICE, "'%s' does not open: %s", gpu->info.name, gpu->lost_text);
+        return error_detail_set(reterr, r, "it does not open: %s", gpu->lost_text);
+    atomic_store(&gpu->budget, UINT64_MAX); /* the self-test is not part of anyone's budget */
     r = selftest(gpu, reterr);
-    if (r) {
-        error_detail_prefix(reterr, "'%s' fails its self-test", gpu->info.name);
-        return r > 0 ? error_origin(GPU_E_NO_DEVICE) : error_trace(r);
-    }
+    if (r)
+        return error_trace(r);
+    atomic_store(&gpu->budget, gpu->info.budget_bytes);
+    gpu->counters = (GpuCounters){0};
     log_debug("opened '%s' of %s, driver %s: %s", gpu->info.name, gpu->info.vendor, gpu->info.driver, gpu->info.reason);
     *ret = TAKE_PTR(gpu);
     return 0;
+}
+
+int gpu_open(const GpuOptions *options, Gpu **ret, ErrorDetail *reterr)
+{
+    GpuRefusals refusals = {0};
+    int r;
+
+    for (;;) {
+        ErrorDetail detail = ERROR_DETAIL_NULL;
+        cl_device_id failed = NULL;
+
+        r = open_best(options, &refusals, ret, &failed, &detail);
+        if (r == 0)
+            return 0;
+        /* A device that does not work is passed over like one that is not there, and the reason of the next one tells. */
+        if (!failed || r == -ENOMEM || refusals.n == GPU_REFUSALS_MAX) {
+            if (reterr)
+                *reterr = detail;
+            return failed && r > 0 ? error_origin(GPU_E_NO_DEVICE) : error_trace(r);
+        }
+        log_debug("device does not work, ignoring: %s", detail.text);
+        refusals.devices[refusals.n] = failed;
+        (void)snprintf(refusals.reasons[refusals.n++], sizeof(refusals.reasons[0]), "%.159s", detail.text);
+    }
 }
 
 static void free_events(Gpu *gpu)

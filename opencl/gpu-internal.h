@@ -9,7 +9,10 @@
  *   gpu-memory.c   budgeted buffers
  *   gpu-queue.c    commands, events, copies
  *   gpu-step.c     waiting with a deadline, checking what has completed
- *   gpu-program.c  programs and kernels, launch
+ *   gpu-program.c  programs: text, key, where they come from
+ *   gpu-cache.c    program binaries on disk
+ *   gpu-compiler.c the child process that compiles
+ *   gpu-kernel.c   kernels, launch
  *   gpu-trace.c    timeline and overlap
  */
 
@@ -22,6 +25,8 @@
 
 #define GPU_KEY_BYTES       32
 #define GPU_KERNEL_ARGS_MAX 64
+/* A large program takes 15 s on a busy machine with two cores. */
+#define GPU_COMPILE_SECONDS 120
 
 /* ---- commands ---------------------------------------------------------------------------------------------------- */
 
@@ -155,6 +160,7 @@ struct Gpu {
     GpuCounters counters;
 
     char *cache_dir, *compiler;
+    uint64_t compile_usec; /* how long the compiler may take */
     GpuProgram *programs;
     GpuName *names;
 
@@ -181,8 +187,16 @@ int gpu_refuse_lost(Gpu *gpu, ErrorDetail *reterr);
 
 /* ---- gpu-choice.c ------------------------------------------------------------------------------------------------ */
 
+/* Devices that were tried and failed to open, with the reason; gpu_choose() passes over them. */
+#define GPU_REFUSALS_MAX 8
+typedef struct GpuRefusals {
+    cl_device_id devices[GPU_REFUSALS_MAX];
+    char reasons[GPU_REFUSALS_MAX][160];
+    size_t n;
+} GpuRefusals;
+
 /* The device that the configuration prefers; fills platform, device, info (but simd) and the budget. */
-int gpu_choose(const GpuOptions *options, Gpu *gpu, ErrorDetail *reterr);
+int gpu_choose(const GpuOptions *options, const GpuRefusals *refusals, Gpu *gpu, ErrorDetail *reterr);
 /* The device with these names, for the compiler child; -ENODEV when there is none. */
 int gpu_find_device(const char *platform, const char *name, cl_platform_id *ret_platform, cl_device_id *ret_device);
 /* Reads a string property of a device or platform; @size bytes with the NUL; non-printing bytes become spaces. */
@@ -208,7 +222,30 @@ uint64_t gpu_now_usec(void);
 /* Checks pending commands that have completed, records them, and lets them go; GPU_E_LOST when one failed. */
 int gpu_sweep(Gpu *gpu, ErrorDetail *reterr);
 
-/* ---- gpu-program.c ----------------------------------------------------------------------------------------------- */
+/* ---- gpu-program.c, gpu-cache.c, gpu-compiler.c -------------------------------------------------------------------- */
+
+typedef struct GpuBinary {
+    unsigned char *bytes;
+    size_t n_bytes;
+} GpuBinary;
+
+void gpu_binary_deinit(GpuBinary *binary);
+
+/* Compiles in this process; 0, GPU_E_BUILD_FAILED (then @ret_log says why; the caller frees it either way), negative errno. */
+int gpu_build_source(cl_context context, cl_device_id device, const char *text, const char *options, cl_program *ret,
+                     char **ret_log);
+int gpu_program_binary(cl_program program, GpuBinary *ret);
+/* Runs Gpu.compiler; the same results.  @reterr is set when there is no log. */
+int gpu_compile_in_child(Gpu *gpu, const char *text, const char *options, GpuBinary *ret, char **ret_log,
+                         ErrorDetail *reterr);
+
+/* 0, or a negative errno: -ENOENT is an ordinary miss, everything else has been removed. */
+int gpu_cache_load(const char *path, const unsigned char key[GPU_KEY_BYTES], GpuBinary *ret);
+int gpu_cache_store(const char *path, const unsigned char key[GPU_KEY_BYTES], const GpuBinary *binary);
+void gpu_cache_drop(const char *path, const unsigned char key[GPU_KEY_BYTES]);
+/* The whole size, or a negative errno; -EBADMSG at an early end. */
+int gpu_read_all(int fd, void *to, size_t size);
+int gpu_write_all(int fd, const void *from, size_t size);
 
 void gpu_programs_free(Gpu *gpu);
 /* A copy of @text that lives as long as the Gpu; NULL when memory is short. */

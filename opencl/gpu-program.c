@@ -113,25 +113,146 @@ static char *read_build_log(cl_program program, cl_device_id device)
     return log;
 }
 
-/* In this process. */
-static int build_source(Gpu *gpu, const char *text, const char *options, cl_program *ret, ErrorDetail *reterr)
+int gpu_build_source(cl_context context, cl_device_id device, const char *text, const char *options, cl_program *ret,
+                     char **ret_log)
 {
-    _cleanup_(freep) char *log = NULL;
     cl_program program;
     cl_int status;
-    int r;
 
-    program = clCreateProgramWithSource(gpu->context, 1, &text, NULL, &status);
-    r = CL_CHECK(gpu, status, "clCreateProgramWithSource");
-    if (r)
-        return error_detail_set(reterr, r, "'%s': %s", gpu->info.name, gpu->lost_text);
-    status = clBuildProgram(program, 1, &gpu->device, options, NULL, NULL);
+    program = clCreateProgramWithSource(context, 1, &text, NULL, &status);
+    if (status != CL_SUCCESS)
+        return CL_CHECK(NULL, status, "clCreateProgramWithSource");
+    status = clBuildProgram(program, 1, &device, options, NULL, NULL);
     if (status != CL_SUCCESS) {
-        log = read_build_log(program, gpu->device);
+        *ret_log = read_build_log(program, device);
+        if (*ret_log && !(*ret_log)[0]) {
+            free(*ret_log);
+            *ret_log = strdup(gpu_cl_text(status));
+        }
         (void)clReleaseProgram(program);
-        return build_failed(gpu, log && log[0] ? log : gpu_cl_text(status), reterr);
+        return error_origin(GPU_E_BUILD_FAILED);
     }
     *ret = program;
+    return 0;
+}
+
+void gpu_binary_deinit(GpuBinary *binary)
+{
+    free(binary->bytes);
+}
+
+int gpu_program_binary(cl_program program, GpuBinary *ret)
+{
+    _cleanup_(gpu_binary_deinit) GpuBinary binary = {0};
+    cl_uint n_devices = 0;
+    int r;
+
+    r = CL_TRY(NULL, clGetProgramInfo(program, CL_PROGRAM_NUM_DEVICES, sizeof(n_devices), &n_devices, NULL));
+    if (r || n_devices != 1)
+        return r ? r : error_origin(-EIO);
+    r = CL_TRY(NULL, clGetProgramInfo(program, CL_PROGRAM_BINARY_SIZES, sizeof(binary.n_bytes), &binary.n_bytes, NULL));
+    if (r || binary.n_bytes == 0)
+        return r ? r : error_origin(-ENODATA);
+    binary.bytes = malloc(binary.n_bytes);
+    if (!binary.bytes)
+        return error_origin(-ENOMEM);
+    r = CL_TRY(NULL, clGetProgramInfo(program, CL_PROGRAM_BINARIES, sizeof(binary.bytes), &binary.bytes, NULL));
+    if (r)
+        return r;
+    *ret = binary;
+    binary = (GpuBinary){0};
+    return 0;
+}
+
+/* A binary that the driver refuses is no fault of the device: the caller compiles instead. */
+static int program_from_binary(Gpu *gpu, const GpuBinary *binary, cl_program *ret)
+{
+    const unsigned char *bytes = binary->bytes;
+    cl_int status, binary_status = CL_SUCCESS;
+    cl_program program;
+    int r;
+
+    program = clCreateProgramWithBinary(gpu->context, 1, &gpu->device, &binary->n_bytes, &bytes, &binary_status, &status);
+    if (status != CL_SUCCESS)
+        return CL_CHECK(NULL, status, "clCreateProgramWithBinary");
+    r = CL_CHECK(NULL, binary_status, "clCreateProgramWithBinary");
+    if (!r)
+        r = CL_CHECK(NULL, clBuildProgram(program, 1, &gpu->device, BASE_OPTIONS, NULL, NULL), "clBuildProgram");
+    if (r) {
+        (void)clReleaseProgram(program);
+        return r;
+    }
+    *ret = program;
+    return 0;
+}
+
+/* ---- where a program comes from ---------------------------------------------------------------------------------- */
+
+static bool program_from_cache(Gpu *gpu, const unsigned char *key, cl_program *ret)
+{
+    _cleanup_(gpu_binary_deinit) GpuBinary binary = {0};
+
+    if (!gpu->cache_dir || gpu_cache_load(gpu->cache_dir, key, &binary))
+        return false;
+    if (program_from_binary(gpu, &binary, ret)) {
+        gpu_cache_drop(gpu->cache_dir, key);
+        return false;
+    }
+    return true;
+}
+
+static void program_to_cache(Gpu *gpu, const unsigned char *key, const GpuBinary *binary)
+{
+    int r = gpu->cache_dir && binary->n_bytes ? gpu_cache_store(gpu->cache_dir, key, binary) : 0;
+
+    if (r)
+        log_debug("program cache: cannot write to '%s' (%s), ignoring", gpu->cache_dir, strerror(-r));
+}
+
+static int program_build(Gpu *gpu, const char *text, const char *options, GpuBinary *binary, cl_program *ret,
+                         ErrorDetail *reterr)
+{
+    _cleanup_(freep) char *log = NULL;
+    int r;
+
+    if (gpu->compiler)
+        r = gpu_compile_in_child(gpu, text, options, binary, &log, reterr);
+    else
+        r = gpu_build_source(gpu->context, gpu->device, text, options, ret, &log);
+    if (r && log)
+        return build_failed(gpu, log, reterr);
+    if (r)
+        return error_trace(r);
+    if (!gpu->compiler) /* without a binary there is nothing to cache, and no harm */
+        return gpu->cache_dir && gpu_program_binary(*ret, binary) == -ENOMEM ? error_origin(-ENOMEM) : 0;
+    if (program_from_binary(gpu, binary, ret))
+        return error_detail_set(reterr, GPU_E_BUILD_FAILED, "'%s' does not load what its own compiler made", gpu->info.name);
+    return 0;
+}
+
+static int program_new(Gpu *gpu, const unsigned char *key, const char *text, const char *options, GpuProgram **ret,
+                       ErrorDetail *reterr)
+{
+    _cleanup_(gpu_binary_deinit) GpuBinary binary = {0};
+    _cleanup_(freep) GpuProgram *program = calloc(1, sizeof(*program));
+    int r;
+
+    if (!program)
+        return error_origin(-ENOMEM);
+    if (program_from_cache(gpu, key, &program->cl)) {
+        gpu->counters.n_programs_from_cache++;
+    } else {
+        r = program_build(gpu, text, options, &binary, &program->cl, reterr);
+        if (r)
+            return r;
+        gpu->counters.n_programs_built++;
+        program_to_cache(gpu, key, &binary);
+    }
+    program->gpu = gpu;
+    memcpy(program->key, key, GPU_KEY_BYTES);
+    program->next = gpu->programs;
+    gpu->programs = program;
+    *ret = TAKE_PTR(program);
     return 0;
 }
 
@@ -139,7 +260,6 @@ int gpu_program_get(Gpu *gpu, const char *const *sources, size_t n_sources, cons
                     ErrorDetail *reterr)
 {
     _cleanup_(freep) char *text = NULL, *all_options = NULL;
-    _cleanup_(freep) GpuProgram *program = NULL;
     unsigned char key[GPU_KEY_BYTES];
     int r;
 
@@ -154,24 +274,12 @@ int gpu_program_get(Gpu *gpu, const char *const *sources, size_t n_sources, cons
         r = program_key(gpu, text, all_options, key);
     if (r)
         return error_trace(r);
-    for (GpuProgram *known = gpu->programs; known; known = known->next)
-        if (memcmp(known->key, key, sizeof(key)) == 0) {
-            *ret = known;
+    for (GpuProgram *program = gpu->programs; program; program = program->next)
+        if (memcmp(program->key, key, sizeof(key)) == 0) {
+            *ret = program;
             return 0;
         }
-    program = calloc(1, sizeof(*program));
-    if (!program)
-        return error_origin(-ENOMEM);
-    r = build_source(gpu, text, all_options, &program->cl, reterr);
-    if (r)
-        return r;
-    gpu->counters.n_programs_built++;
-    program->gpu = gpu;
-    program->next = gpu->programs;
-    memcpy(program->key, key, sizeof(key));
-    gpu->programs = program;
-    *ret = TAKE_PTR(program);
-    return 0;
+    return program_new(gpu, key, text, all_options, ret, reterr);
 }
 
 void gpu_programs_free(Gpu *gpu)
