@@ -5,8 +5,9 @@
  *
  * Nouns and lifetimes:
  *   KvStore   pages, ring and kernels for one model under one policy.  Owns the arenas.  Outlives its caches.
- *   KvCache   the past of one sequence: a list of reference-counted pages (a page slot spans all layers of the store), a tail slot
- *             on the device, checkpoints of the tail.  Forks share pages and the tail until they are written.
+ *   KvCache   the past of one sequence: a list of reference-counted blocks of pages (a page slot spans all layers of the store), a
+ *             tail slot on the device, checkpoints of the tail.  Forks share pages and the tail until they are written; a complete
+ *             block of pages is never written again, so it is shared for ever.
  *   KvPass    one forward pass: which rows belong to which caches, the tiles that it will read, in the order of reading.
  *
  * A policy has three independent axes: growth (dynamic, static), home (device, host), form (f32, f16, leat).  The named strategies
@@ -50,7 +51,7 @@ typedef struct KvPolicy {
     uint32_t n_slots;              /* staging buffers of the ring, 1-8 */
     uint32_t max_cache_tokens;     /* static: reserved; dynamic: refused beyond */
     uint64_t host_budget_bytes;    /* for pages and checkpoints; 0: no limit of ours */
-    uint64_t device_budget_bytes;  /* for ring + tails (+ pages when home is the device); 0: what the device's budget allows */
+    uint64_t device_budget_bytes;  /* for staging + tails (+ pages when home is the device); 0: what the device's budget allows */
     uint32_t tile_blocks;          /* blocks of pages a tile holds at most; 0: chosen from the device budget */
 } KvPolicy;
 
@@ -86,11 +87,15 @@ KvStore *kv_store_free(KvStore *store);
 DEFINE_CLEANUP(KvStore, kv_store_free)
 const KvPolicy *kv_store_policy(const KvStore *store); /* with every automatic value filled in */
 
-/* Bytes before anything is allocated, for the planner; equal what the allocator then shows. */
+/* Bytes before anything is allocated, for the planner; equal what the allocator shows after kv_store_new() (host home: arenas
+ * that are read in place are not device memory). */
 typedef struct KvPlan {
-    uint64_t staging_bytes, tail_bytes, operand_bytes, device_page_bytes; /* on the device */
+    uint64_t staging_bytes;     /* the ring, and scratch for the pages that a pass completes */
+    uint64_t tail_bytes;        /* max_sequences tail slots */
+    uint64_t operand_bytes;     /* the kernels' operands, step inputs, calibration */
+    uint64_t device_page_bytes; /* home device: pages of one static cache, or the first step of growth */
     uint64_t host_bytes_per_token;
-    uint32_t tile_blocks, n_slots;
+    uint32_t tile_blocks, n_slots; /* n_slots 0: tiles are read in place */
 } KvPlan;
 int kv_store_plan(const GpuInfo *info, const KvModel *model, const KvPolicy *policy, KvPlan *ret, ErrorDetail *reterr);
 
@@ -111,7 +116,9 @@ int kv_cache_checkpoint(KvCache *cache);
 int kv_cache_clear(KvCache *cache);
 
 typedef struct KvBytes {
-    uint64_t host, device, staging, checkpoints;
+    uint64_t host, device; /* blocks of pages (those shared with forks included), and the tail where it is */
+    uint64_t staging;      /* of the whole store */
+    uint64_t checkpoints;  /* those shared with forks included */
     uint32_t n_pages, n_pages_shared, length;
 } KvBytes;
 void kv_cache_bytes(const KvCache *cache, KvBytes *ret);
@@ -122,8 +129,9 @@ typedef struct KvPassItem {
     uint32_t n_tokens;
 } KvPassItem;
 
-/* Reserves pages for all items or for none, plans groups, tiles and packs, writes the step input.  Rows of the pass are the items'
- * tokens in order.  One pass at a time. */
+/* After gpu_step_begin().  Reserves pages for all items or for none, plans groups, tiles and packs, writes the step input, starts
+ * the first copies.  Rows of the pass are the items' tokens in order.  One pass at a time, of at most max_sequences items; no cache
+ * twice.  Caches in the pass are not forked, cropped or freed before its end.  KvError, -EINVAL or -EBUSY. */
 int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr);
 /* For each layer in order 0..n_layers-1: append and attend.  qkv as in opencl/attend.h, before RoPE. */
 int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr);
@@ -131,5 +139,7 @@ int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer 
 int kv_pass_prefetch(KvPass *pass);
 /* After gpu_step_finish() returned 0: the caches' lengths grow.  Frees the pass. */
 int kv_pass_commit(KvPass *pass);
-/* After a failure: lengths stay, pages reserved for the pass return.  Frees the pass.  Returns NULL. */
+/* Instead, at any point after begin: pages reserved for the pass return.  Lengths stay, unless layers had begun to overwrite
+ * recent tokens that are needed to go on (a long prefill, never a single token): such a cache falls back as kv_cache_crop() does,
+ * so ask kv_cache_length(); a checkpoint before a long prefill keeps what was there.  Frees the pass.  Returns NULL. */
 KvPass *kv_pass_abort(KvPass *pass);
