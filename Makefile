@@ -118,12 +118,101 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(test_objects) $(BUILD)/libleat.a
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 
 .PHONY: tests
-tests: $(UNIT_TESTS) $(PARITY_TESTS)
+tests: $(UNIT_TESTS) $(PARITY_TESTS) $(BUS_TESTS)
 
 # make test T=kv-codec F='*odd*' runs one program, one pattern; no match is a failure.
 .PHONY: test
 test: $(BUILD)/tests/unit/test-$(T)
 	$(Q)CMOCKA_TEST_FILTER='$(F)' $<
+
+# ---- what a person calls --------------------------------------------------------------------------------------------------------
+
+SCRIPTS := packaging/scripts
+
+.PHONY: packages
+packages:
+	$(Q)$(SCRIPTS)/install-packages
+
+# Everything from nothing: packages, build, model, a private bus with the daemon, one answer, one table.
+.PHONY: demo
+demo: packages
+	$(Q)$(MAKE) --no-print-directory programs
+	$(Q)$(SCRIPTS)/shell $(BUILD) "" $(SCRIPTS)/demo
+
+# make shell [CONFIG=FILE.yaml] [CMD='...']
+CONFIG ?=
+CMD    ?=
+.PHONY: shell
+shell: packages
+	$(Q)$(MAKE) --no-print-directory programs
+	$(Q)$(SCRIPTS)/shell $(BUILD) '$(CONFIG)' '$(subst ','"'"',$(CMD))'
+
+.PHONY: check
+check: packages
+	$(Q)$(MAKE) --no-print-directory check-layers programs tests
+	$(Q)LEAT_TEST_MODEL="$$($(SCRIPTS)/fetch-model)" tests/run-tests $(BUILD)
+
+# Includes go down only: daemon -> cache -> opencl -> quant; inside daemon: bus -> engine -> {model, text}.
+.PHONY: check-layers
+check-layers:
+	$(Q)tests/check-layers
+
+.PHONY: bench
+bench: packages
+	$(Q)$(MAKE) --no-print-directory programs benches
+	$(Q)tests/bench/run-bench $(BUILD)
+
+.PHONY: benches
+benches: $(BENCHES)
+
+.PHONY: clean
+clean:
+	$(Q)rm -rf $(BUILD)
+
+.PHONY: help
+help:
+	@printf '%s\n' \
+	  'make                    leatd and leat, in $(BUILD)/' \
+	  'make demo               from nothing to an answer: packages, build, model, daemon, one table' \
+	  "make shell [CMD='...']  a private bus with the daemon, leat on PATH [CONFIG=FILE.yaml]" \
+	  'make check              all set-up and every test  [SANITIZE=address,undefined]' \
+	  "make test T=NAME [F='*pattern*']  one test program" \
+	  'make bench              ratios against llama.cpp, in one run on a quiet machine' \
+	  'make install            [DESTDIR=] [PREFIX=/usr] [SYSCONFDIR=/etc]' \
+	  'make clean   make check-layers   V=1 shows commands   DEVELOPER=0 without -Werror'
+
+# ---- install ---------------------------------------------------------------------------------------------------------------------
+
+bindir         := $(PREFIX)/bin
+unitdir        ?= $(shell $(PKG_CONFIG) --variable=systemdsystemunitdir systemd 2>/dev/null || echo /lib/systemd/system)
+userunitdir    ?= $(PREFIX)/lib/systemd/user
+sysusersdir    ?= $(PREFIX)/lib/sysusers.d
+tmpfilesdir    ?= $(PREFIX)/lib/tmpfiles.d
+dbusdir        := $(PREFIX)/share/dbus-1
+mandir         := $(PREFIX)/share/man
+fill            = sed -e 's|@bindir@|$(bindir)|g'
+
+.PHONY: install
+install: programs
+	install -d $(addprefix $(DESTDIR),$(bindir) $(unitdir) $(userunitdir) $(sysusersdir) $(tmpfilesdir) $(SYSCONFDIR)/leat/services.d \
+	  $(SYSCONFDIR)/leat/leat.d $(dbusdir)/system.d $(dbusdir)/system-services $(dbusdir)/services $(dbusdir)/interfaces \
+	  $(mandir)/man1 $(mandir)/man5 $(mandir)/man8)
+	install -m 755 $(BUILD)/leat $(BUILD)/leatd $(DESTDIR)$(bindir)/
+	$(fill) packaging/systemd/leatd.service > $(DESTDIR)$(unitdir)/leatd.service
+	$(fill) packaging/systemd/leat@.service > $(DESTDIR)$(unitdir)/leat@.service
+	install -m 644 packaging/systemd/leat@.timer $(DESTDIR)$(unitdir)/
+	$(fill) packaging/systemd/leatd-user.service > $(DESTDIR)$(userunitdir)/leatd.service
+	install -m 644 packaging/systemd/leat.sysusers $(DESTDIR)$(sysusersdir)/leat.conf
+	install -m 644 packaging/systemd/leat.tmpfiles $(DESTDIR)$(tmpfilesdir)/leat.conf
+	install -m 644 packaging/dbus/org.leat.Inference1.conf $(DESTDIR)$(dbusdir)/system.d/
+	install -m 644 packaging/dbus/org.leat.Inference1.service $(DESTDIR)$(dbusdir)/system-services/
+	$(fill) packaging/dbus/org.leat.Inference1.session.service > $(DESTDIR)$(dbusdir)/services/org.leat.Inference1.service
+	install -m 644 packaging/dbus/org.leat.Inference1.xml $(DESTDIR)$(dbusdir)/interfaces/
+	install -m 644 etc/leat.yaml $(DESTDIR)$(SYSCONFDIR)/leat/
+	install -m 644 etc/services.d/*.yaml $(DESTDIR)$(SYSCONFDIR)/leat/services.d/
+	install -m 644 packaging/man/leat.1 $(DESTDIR)$(mandir)/man1/
+	install -m 644 packaging/man/leat.yaml.5 $(DESTDIR)$(mandir)/man5/
+	install -m 644 packaging/man/leatd.8 $(DESTDIR)$(mandir)/man8/
 
 .PRECIOUS: $(BUILD)/%.o
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
