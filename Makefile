@@ -15,8 +15,9 @@ CC         ?= cc
 PKG_CONFIG ?= pkg-config
 
 # Builds with another compiler, sanitizer or flags go to a folder of their own, so that objects never mix.
+comma := ,
 ifneq ($(SANITIZE),)
-BUILD := $(BUILD)/sanitize-$(subst $(,),-,$(subst $() ,-,$(subst ;,-,$(subst :,-,$(SANITIZE)))))
+override BUILD := $(BUILD)/sanitize-$(subst $(comma),-,$(SANITIZE))
 endif
 
 PACKAGES := OpenCL yaml-0.1 libsystemd libpcre2-8 jansson libcrypto

@@ -282,13 +282,10 @@ static int ctl_unknown_verb(const char *verb)
 
 static int ctl_run(Ctl *ctl, int argc, char **argv)
 {
-    const char *verb = NULL;
+    const char *verb;
     int option, r = CTL_EXIT_DONE;
 
-    /* The verb comes first; options may stand anywhere after it, up to "--". */
-    if (argc > 1 && argv[1][0] != '-')
-        verb = argv[1];
-    optind = verb ? 2 : 1;
+    /* Options may stand anywhere up to "--"; the verb is the first word that is none. */
     while (!r && (option = getopt_long(argc, argv, "m:qf:s:i:o:h", ctl_options, NULL)) >= 0) {
         if (option == 'h') {
             ctl_help();
@@ -302,10 +299,11 @@ static int ctl_run(Ctl *ctl, int argc, char **argv)
     }
     if (r)
         return r;
-    if (!verb)
+    if (optind == argc)
         return ctl_fail(CTL_EXIT_USAGE, "a verb is missing (see leat --help)");
-    ctl->arguments = argv + optind;
-    ctl->n_arguments = argc - optind;
+    verb = argv[optind];
+    ctl->arguments = argv + optind + 1;
+    ctl->n_arguments = argc - optind - 1;
     if (!strcmp(verb, "eval") && ctl->ids && ctl->n_arguments) {
         ctl->ids_file = ctl->arguments[0];
         ctl->arguments++;
