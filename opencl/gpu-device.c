@@ -335,13 +335,22 @@ static void free_events(Gpu *gpu)
     free(gpu->waits);
 }
 
+/* Releasing what a driver still works on may block for ever: wait first, and abandon everything if that fails. */
+static void settle(Gpu *gpu)
+{
+    uint64_t deadline_usec = gpu_now_usec() + CLOSE_USEC;
+
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX && !gpu->hung; queue++)
+        if (gpu->last[queue])
+            gpu->hung = clFlush(gpu->queues[queue]) != CL_SUCCESS ||
+                        gpu_wait_until(gpu, gpu->last[queue]->cl, deadline_usec) != 0;
+}
+
 Gpu *gpu_free(Gpu *gpu)
 {
     if (!gpu)
         return NULL;
-    /* Releasing what a driver still works on may block for ever: wait first, and abandon everything if that fails. */
-    if (!gpu_is_lost(gpu) && gpu->signal)
-        (void)gpu_drain(gpu, CLOSE_USEC, NULL);
+    settle(gpu);
     free_events(gpu);
     gpu_trace_deinit(gpu);
     gpu_programs_free(gpu);

@@ -86,6 +86,7 @@ typedef enum GpuLane { GPU_LANE_KERNEL, GPU_LANE_UPLOAD, GPU_LANE_DOWNLOAD, GPU_
 typedef struct GpuIntervals {
     GpuInterval *items;
     size_t n_items, n_allocated;
+    uint64_t noted_until; /* end of the newest */
     uint64_t total_nsec, overlap_nsec, bytes;
 } GpuIntervals;
 
@@ -95,7 +96,8 @@ typedef struct GpuTrace {
     GpuRecord *records;
     size_t n_records, n_allocated;
     uint64_t n_dropped;
-    GpuIntervals lanes[GPU_LANE_X_MAX];
+    /* By queue, because only within a queue commands run in order. */
+    GpuIntervals lanes[GPU_QUEUE_X_MAX][GPU_LANE_X_MAX];
     uint64_t last_end[GPU_QUEUE_X_MAX];
 } GpuTrace;
 
@@ -255,6 +257,8 @@ const char *gpu_intern(Gpu *gpu, const char *text);
 
 /* Notes the times of a completed command, if anyone wants them. */
 void gpu_trace_note(Gpu *gpu, const GpuEvent *event);
+/* Adds one stretch of work to the sums. */
+void gpu_trace_interval(GpuTrace *trace, GpuQueue queue, GpuLane lane, uint64_t start, uint64_t end);
 /* After a sweep: folds what no later command can touch. */
 void gpu_trace_fold(Gpu *gpu);
 void gpu_trace_deinit(Gpu *gpu);

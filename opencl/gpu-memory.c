@@ -40,15 +40,17 @@ static uint64_t total_used(const Gpu *gpu)
     return total;
 }
 
-static int refuse(const Gpu *gpu, GpuPurpose purpose, uint64_t bytes, const char *why, ErrorDetail *reterr)
+/* @status: what the driver said, CL_SUCCESS when it was not asked. */
+static int refuse(const Gpu *gpu, GpuPurpose purpose, uint64_t bytes, cl_int status, ErrorDetail *reterr)
 {
     uint64_t budget = atomic_load(&gpu->budget), used = total_used(gpu);
 
     return error_detail_set(reterr, GPU_E_OVER_BUDGET,
-                            "%s on '%s' %s: needed %" PRIu64 " bytes, available %" PRIu64 ", budget %" PRIu64
-                            ", in use %" PRIu64,
-                            gpu_purpose_to_string(purpose), gpu->info.name, why, bytes,
-                            used < budget ? budget - used : 0, budget, used);
+                            "no memory for %s on '%s' (%s): needed %" PRIu64 " bytes, available %" PRIu64
+                            ", budget %" PRIu64 ", in use %" PRIu64,
+                            gpu_purpose_to_string(purpose), gpu->info.name,
+                            status ? gpu_cl_name(status) : "over the budget", bytes, used < budget ? budget - used : 0,
+                            budget, used);
 }
 
 static int check_fits(const Gpu *gpu, GpuPurpose purpose, uint64_t bytes, ErrorDetail *reterr)
@@ -57,11 +59,11 @@ static int check_fits(const Gpu *gpu, GpuPurpose purpose, uint64_t bytes, ErrorD
 
     if (bytes > gpu->info.max_allocation_bytes)
         return error_detail_set(reterr, GPU_E_OVER_BUDGET,
-                                "%s on '%s': one allocation of %" PRIu64 " bytes is larger than the device allows (%" PRIu64
-                                "); it must be split",
+                                "no memory for %s on '%s': one allocation of %" PRIu64
+                                " bytes is larger than the device allows (%" PRIu64 "); it must be split",
                                 gpu_purpose_to_string(purpose), gpu->info.name, bytes, gpu->info.max_allocation_bytes);
     if (!checked_add(total_used(gpu), bytes, &sum) || sum > atomic_load(&gpu->budget))
-        return refuse(gpu, purpose, bytes, "exceed the budget", reterr);
+        return refuse(gpu, purpose, bytes, CL_SUCCESS, reterr);
     return 0;
 }
 
@@ -125,7 +127,7 @@ int gpu_buffer_new(Gpu *gpu, GpuPurpose purpose, uint64_t bytes, GpuBuffer **ret
     if (r)
         return error_detail_set(reterr, r, "'%s': %s", gpu->info.name, gpu->lost_text);
     if (status != CL_SUCCESS)
-        return refuse(gpu, purpose, bytes, gpu_cl_name(status), reterr);
+        return refuse(gpu, purpose, bytes, status, reterr);
     buffer->wrapped = false;
     atomic_fetch_add(&gpu->used[purpose], bytes);
     gpu->counters.n_buffers_created++;
@@ -155,7 +157,7 @@ int gpu_buffer_wrap(Gpu *gpu, void *memory, uint64_t bytes, GpuBuffer **ret, Err
     if (r)
         return error_detail_set(reterr, r, "'%s': %s", gpu->info.name, gpu->lost_text);
     if (status != CL_SUCCESS)
-        return refuse(gpu, GPU_PURPOSE_OTHER, bytes, gpu_cl_name(status), reterr);
+        return refuse(gpu, GPU_PURPOSE_OTHER, bytes, status, reterr);
     gpu->counters.n_buffers_created++;
     *ret = TAKE_PTR(buffer);
     return 0;

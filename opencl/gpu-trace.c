@@ -57,32 +57,31 @@ static GpuLane lane_of(const GpuEvent *event)
                                                 : GPU_LANE_KERNEL;
 }
 
-/* Adds one; a lane stays disjoint and in order, because the drivers' times of an in-order queue are, up to rounding. */
-static void note_interval(GpuIntervals *lane, uint64_t start, uint64_t end)
+/* Intervals stay disjoint and in order, because the drivers' times of an in-order queue are, up to rounding. */
+void gpu_trace_interval(GpuTrace *trace, GpuQueue queue, GpuLane lane, uint64_t start, uint64_t end)
 {
-    if (lane->n_items > 0) {
-        GpuInterval *last = &lane->items[lane->n_items - 1];
+    GpuIntervals *to = &trace->lanes[queue][lane];
+    GpuInterval *last = to->n_items > 0 ? &to->items[to->n_items - 1] : NULL;
 
-        start = MAX(start, last->end);
-        if (start >= end)
-            return;
-        if (start == last->end) {
-            last->end = end;
-            return;
-        }
-    }
+    trace->last_end[queue] = MAX(trace->last_end[queue], end);
+    start = MAX(start, to->noted_until);
     if (start >= end)
         return;
-    if (lane->n_items == lane->n_allocated) {
-        size_t n = MAX(2 * lane->n_allocated, (size_t)FOLD_AT);
-        GpuInterval *items = realloc(lane->items, n * sizeof(*items));
+    to->noted_until = end;
+    if (last && start == last->end) {
+        last->end = end;
+        return;
+    }
+    if (to->n_items == to->n_allocated) {
+        size_t n = MAX(2 * to->n_allocated, (size_t)FOLD_AT);
+        GpuInterval *items = realloc(to->items, n * sizeof(*items));
 
         if (!items)
             return; /* a sum of a report, not a result: short by one command */
-        lane->items = items;
-        lane->n_allocated = n;
+        to->items = items;
+        to->n_allocated = n;
     }
-    lane->items[lane->n_items++] = (GpuInterval){start, end};
+    to->items[to->n_items++] = (GpuInterval){start, end};
 }
 
 void gpu_trace_note(Gpu *gpu, const GpuEvent *event)
@@ -101,11 +100,8 @@ void gpu_trace_note(Gpu *gpu, const GpuEvent *event)
     if (traced)
         note_record(trace, event, start, end);
     if (summed) {
-        GpuIntervals *lane = &trace->lanes[lane_of(event)];
-
-        note_interval(lane, start, end);
-        lane->bytes += event->bytes;
-        trace->last_end[event->queue] = MAX(trace->last_end[event->queue], end);
+        gpu_trace_interval(trace, event->queue, lane_of(event), start, end);
+        trace->lanes[event->queue][lane_of(event)].bytes += event->bytes;
     }
 }
 
@@ -139,7 +135,8 @@ static void lane_fold(GpuIntervals *lane, uint64_t watermark)
 
     for (; n_done < lane->n_items && lane->items[n_done].end <= watermark; n_done++)
         lane->total_nsec += lane->items[n_done].end - lane->items[n_done].start;
-    memmove(lane->items, lane->items + n_done, (lane->n_items - n_done) * sizeof(*lane->items));
+    if (n_done > 0)
+        memmove(lane->items, lane->items + n_done, (lane->n_items - n_done) * sizeof(*lane->items));
     lane->n_items -= n_done;
     if (lane->n_items > 0 && lane->items[0].start < watermark) {
         lane->total_nsec += watermark - lane->items[0].start;
@@ -149,10 +146,13 @@ static void lane_fold(GpuIntervals *lane, uint64_t watermark)
 
 static void fold_before(GpuTrace *trace, uint64_t watermark)
 {
-    for (GpuLane lane = GPU_LANE_UPLOAD; lane <= GPU_LANE_DOWNLOAD; lane++)
-        trace->lanes[lane].overlap_nsec += overlap_before(&trace->lanes[lane], &trace->lanes[GPU_LANE_KERNEL], watermark);
-    for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++)
-        lane_fold(&trace->lanes[lane], watermark);
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        for (GpuLane lane = GPU_LANE_UPLOAD; lane <= GPU_LANE_DOWNLOAD; lane++)
+            trace->lanes[queue][lane].overlap_nsec +=
+                overlap_before(&trace->lanes[queue][lane], &trace->lanes[GPU_QUEUE_COMPUTE][GPU_LANE_KERNEL], watermark);
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++)
+            lane_fold(&trace->lanes[queue][lane], watermark);
 }
 
 void gpu_trace_fold(Gpu *gpu)
@@ -161,8 +161,9 @@ void gpu_trace_fold(Gpu *gpu)
     uint64_t watermark = UINT64_MAX;
     size_t n = 0;
 
-    for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++)
-        n += trace->lanes[lane].n_items;
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++)
+            n += trace->lanes[queue][lane].n_items;
     if (!trace->summing || n < FOLD_AT)
         return;
     for (size_t i = 0; i < gpu->n_pending; i++)
@@ -176,11 +177,12 @@ int gpu_overlap_begin(Gpu *gpu)
 
     if (gpu_is_lost(gpu))
         return error_origin(-ENODEV);
-    for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++) {
-        GpuIntervals *sums = &trace->lanes[lane];
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++) {
+            GpuIntervals *sums = &trace->lanes[queue][lane];
 
-        *sums = (GpuIntervals){.items = sums->items, .n_allocated = sums->n_allocated};
-    }
+            *sums = (GpuIntervals){.items = sums->items, .n_allocated = sums->n_allocated};
+        }
     memset(trace->last_end, 0, sizeof(trace->last_end));
     trace->sum_from = gpu->sequence;
     trace->summing = true;
@@ -190,25 +192,30 @@ int gpu_overlap_begin(Gpu *gpu)
 int gpu_overlap_end(Gpu *gpu, GpuOverlap *ret)
 {
     GpuTrace *trace = &gpu->trace;
-    const GpuIntervals *lanes = trace->lanes;
+    uint64_t nsec[GPU_LANE_X_MAX] = {0}, bytes[GPU_LANE_X_MAX] = {0}, overlap_nsec[GPU_LANE_X_MAX] = {0};
 
     if (!trace->summing)
         return error_origin(-EINVAL);
-    if (gpu_is_lost(gpu)) {
+    if (gpu_is_lost(gpu) || gpu_sweep(gpu, NULL)) {
         trace->summing = false;
         return error_origin(-ENODEV);
     }
-    if (gpu_sweep(gpu, NULL))
-        return error_origin(-EIO);
     fold_before(trace, UINT64_MAX);
     trace->summing = false;
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++) {
+            nsec[lane] += trace->lanes[queue][lane].total_nsec;
+            bytes[lane] += trace->lanes[queue][lane].bytes;
+            overlap_nsec[lane] += trace->lanes[queue][lane].overlap_nsec;
+        }
     *ret = (GpuOverlap){
-        .kernel_usec = lanes[GPU_LANE_KERNEL].total_nsec / 1000,
-        .upload_usec = lanes[GPU_LANE_UPLOAD].total_nsec / 1000,
-        .download_usec = lanes[GPU_LANE_DOWNLOAD].total_nsec / 1000,
-        .overlap_usec = (lanes[GPU_LANE_UPLOAD].overlap_nsec + lanes[GPU_LANE_DOWNLOAD].overlap_nsec) / 1000,
-        .upload_bytes = lanes[GPU_LANE_UPLOAD].bytes,
-        .download_bytes = lanes[GPU_LANE_DOWNLOAD].bytes,
+        .kernel_usec = nsec[GPU_LANE_KERNEL] / 1000,
+        .upload_usec = nsec[GPU_LANE_UPLOAD] / 1000,
+        .download_usec = nsec[GPU_LANE_DOWNLOAD] / 1000,
+        /* Rounded like the copy times, so that the share stays at most 1. */
+        .overlap_usec = overlap_nsec[GPU_LANE_UPLOAD] / 1000 + overlap_nsec[GPU_LANE_DOWNLOAD] / 1000,
+        .upload_bytes = bytes[GPU_LANE_UPLOAD],
+        .download_bytes = bytes[GPU_LANE_DOWNLOAD],
     };
     return 0;
 }
@@ -318,6 +325,7 @@ int gpu_trace_stop(Gpu *gpu, int fd)
 void gpu_trace_deinit(Gpu *gpu)
 {
     free(gpu->trace.records);
-    for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++)
-        free(gpu->trace.lanes[lane].items);
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++)
+            free(gpu->trace.lanes[queue][lane].items);
 }
