@@ -377,3 +377,8 @@ bool gpu_is_lost(const Gpu *gpu)
 {
     return atomic_load_explicit(&gpu->lost, memory_order_relaxed);
 }
+
+bool gpu_is_hung(const Gpu *gpu)
+{
+    return gpu->hung;
+}

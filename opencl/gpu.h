@@ -93,6 +93,8 @@ int gpu_open(const GpuOptions *options, Gpu **ret, ErrorDetail *reterr);
 Gpu *gpu_free(Gpu *gpu);
 const GpuInfo *gpu_info(const Gpu *gpu);
 bool gpu_is_lost(const Gpu *gpu);
+/* Lost because a wait passed its deadline. */
+bool gpu_is_hung(const Gpu *gpu);
 
 /* ---- memory ---------------------------------------------------------------------------------------------------- */
 
