@@ -1,0 +1,22 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Teacher-forced logits: every row of a given sequence, written as an .npy file (version 1.0, little-endian float32 [n, vocab]) chunk by
+ * chunk, so that memory does not grow with the sequence.
+ */
+
+#include "daemon/engine/engine.h"
+
+/* Rows of logits in memory at once. */
+#define EVALUATE_ROWS 64
+
+typedef struct Evaluation Evaluation;
+
+/* Writes the header.  @fd must be a regular file (a pipe could block the engine); borrowed. */
+int evaluation_new(int fd, uint64_t n_rows, uint32_t n_vocab, Evaluation **ret, ErrorDetail *reterr);
+Evaluation *evaluation_free(Evaluation *evaluation);
+DEFINE_CLEANUP(Evaluation, evaluation_free)
+/* (EVALUATE_ROWS, n_vocab), for the next rows. */
+float *evaluation_logits(Evaluation *evaluation);
+/* Writes the first @n_rows of them. */
+int evaluation_write(Evaluation *evaluation, uint32_t n_rows, ErrorDetail *reterr);

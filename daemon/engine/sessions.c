@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The engine's sessions: finding, closing, and whose cache stays when memory is short. */
+
+#include "daemon/engine/engine-internal.h"
+
+Session *sessions_find(Engine *engine, uint64_t id, uint64_t owner)
+{
+    for (Session *s = engine->sessions; s; s = s->next)
+        if (s->id == id)
+            return owner == 0 || s->owner == owner ? s : NULL; /* another's session looks like none */
+    return NULL;
+}
+
+Session *sessions_open(Engine *engine, ModelSlot *slot, const KvPolicy *policy, uint64_t owner)
+{
+    Session *session;
+
+    if (engine->n_sessions >= ENGINE_MAX_SESSIONS)
+        return NULL;
+    session = session_new(slot, policy, engine->last_session + 1, owner);
+    if (!session)
+        return NULL;
+    engine->last_session++;
+    engine->n_sessions++;
+    session->next = engine->sessions;
+    engine->sessions = session;
+    return session;
+}
+
+void sessions_close(Engine *engine, Session *session)
+{
+    EngineEvent *event;
+
+    if (session->job)
+        jobs_finish(engine, session->job, ENGINE_RESULT_CANCELLED, NULL);
+    for (Session **s = &engine->sessions; *s; s = &(*s)->next)
+        if (*s == session) {
+            *s = session->next;
+            break;
+        }
+    engine->n_sessions--;
+    event = event_new(ENGINE_EVENT_SESSION_CLOSED);
+    if (event) {
+        event->session = session->id;
+        mailbox_emit(engine->mailbox, event);
+    }
+    session_free(session);
+    jobs_unblock(engine);
+}
+
+void sessions_close_owner(Engine *engine, uint64_t owner)
+{
+    for (Session *s = engine->sessions, *next; s; s = next) {
+        next = s->next;
+        if (s->owner == owner)
+            sessions_close(engine, s);
+    }
+}
+
+void sessions_close_slot(Engine *engine, const ModelSlot *slot)
+{
+    for (Session *s = engine->sessions, *next; s; s = next) {
+        next = s->next;
+        if (s->slot == slot)
+            sessions_close(engine, s);
+    }
+}
+
+void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot *store)
+{
+    for (Session *s = engine->sessions; s; s = s->next)
+        if (s->slot == slot && s->cache && (!store || s->store == store))
+            session_drop_cache(s);
+    for (Job *job = engine->jobs; job; job = job->next)
+        if (job->session && job->session->slot == slot && job->session->cache && (!store || job->session->store == store))
+            session_drop_cache(job->session);
+}
+
+bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant)
+{
+    Session *idle = NULL;
+    Job *lower = NULL;
+
+    for (Session *s = engine->sessions; s; s = s->next)
+        if (s->cache && !s->job && (!store || s->store == store) && (!idle || s->last_used_usec < idle->last_used_usec))
+            idle = s;
+    if (idle) {
+        session_drop_cache(idle);
+        return true;
+    }
+    for (Job *job = engine->jobs; job && claimant; job = job->next)
+        if (job->active && !job->in_pass && job != claimant && job->session && job->session->cache &&
+            (!store || job->session->store == store) && job->priority > claimant->priority &&
+            (!lower || job->priority >= lower->priority))
+            lower = job;
+    if (!lower)
+        return false;
+    session_drop_cache(lower->session);
+    return true;
+}
+
+EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)
+{
+    Session *session = job->session;
+    StoreSlot *store;
+    EngineResult result;
+    int r;
+
+    if (session->cache)
+        return ENGINE_RESULT_DONE;
+    result = slot_store(engine, session->slot, &session->policy, true, &store, reterr);
+    if (result != ENGINE_RESULT_DONE)
+        return result;
+    do
+        r = kv_cache_new(store->store, &session->cache, reterr);
+    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, job));
+    if (r)
+        return result_from_kv(r);
+    session->store = store;
+    return ENGINE_RESULT_DONE;
+}

@@ -1,0 +1,385 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One model: file, weights, stores. */
+
+#include "daemon/engine/engine-internal.h"
+#include "quant/base/log.h"
+
+#include <string.h>
+
+bool slot_is_ready(const ModelSlot *slot)
+{
+    return slot->state == SLOT_LOADED && !slot->unload_wanted && !slot->has_pending && !slot->removed;
+}
+
+const char *slot_state_to_string(const ModelSlot *slot)
+{
+    switch (slot->state) {
+    case SLOT_UNLOADED:
+        return "unloaded";
+    case SLOT_LOADING:
+        return "loading";
+    case SLOT_LOADED:
+        return "loaded";
+    case SLOT_FAILED:
+        return "failed";
+    }
+    return "unknown";
+}
+
+const ModelFile *slot_file(const ModelSlot *slot)
+{
+    return slot->model ? model_file(slot->model) : slot->file;
+}
+
+uint32_t slot_context(const ModelSlot *slot, const KvPolicy *policy)
+{
+    const ModelFile *file = slot_file(slot);
+    uint32_t context = slot->config.context;
+
+    if (file) {
+        uint32_t own = model_file_params(file)->context_length;
+
+        context = context > 0 ? MIN(context, own) : own;
+    }
+    if (policy->max_cache_tokens > 0)
+        context = MIN(context, policy->max_cache_tokens);
+    return context;
+}
+
+ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t max_rows)
+{
+    return (ModelOptions){
+        .exact = slot->config.exact,
+        .context = slot->config.context,
+        .max_rows = max_rows,
+        .max_sequences = MIN(slot->config.parallel, (uint32_t)ENGINE_MAX_ACTIVE),
+        .deadline_usec = engine->watchdog_usec,
+    };
+}
+
+/* ---- loading --------------------------------------------------------------------------------------------------------------- */
+
+static void slot_fail(Engine *engine, ModelSlot *slot, EngineResult result, const ErrorDetail *detail)
+{
+    slot->state = SLOT_FAILED;
+    slot->failure = result;
+    slot->error = *detail;
+    slot->unload_wanted = false;
+    slot->rows_limit = 0;
+    log_warning("Model '%s' cannot be loaded: %s", slot->config.name, detail->text);
+    status_model_state(engine, slot);
+    jobs_fail_slot(engine, slot, result, detail);
+}
+
+static void slot_open(Engine *engine, ModelSlot *slot)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+    if (slot->opening)
+        return;
+    if (loader_open(engine->loader, slot->id, slot->config.path) < 0) {
+        (void)error_detail_set(&detail, -ENOMEM, "out of memory: model '%s' cannot be opened", slot->config.name);
+        slot_fail(engine, slot, ENGINE_RESULT_OUT_OF_MEMORY, &detail);
+        return;
+    }
+    slot->opening = true;
+}
+
+/* Whether a job needs it, other than one that only asked for it to be loaded: only then does idle work give way. */
+static bool slot_is_needed(const Engine *engine, const ModelSlot *slot)
+{
+    for (const Job *job = engine->jobs; job; job = job->next)
+        if (job->slot == slot && job->kind != JOB_LOAD)
+            return true;
+    return false;
+}
+
+/* Whether @rows fit; MODEL_E_DEVICE_MEMORY with the numbers when they do not. */
+static int slot_check_plan(Engine *engine, const ModelSlot *slot, uint32_t rows, ErrorDetail *reterr)
+{
+    ModelOptions options = slot_options(engine, slot, rows);
+    uint64_t used[GPU_PURPOSE_X_MAX], total, available;
+    ModelPlan plan = {0};
+    int r;
+
+    r = model_plan(gpu_info(engine->gpu), slot->file, &options, &slot->config.policy, &plan, reterr);
+    if (r && (r != MODEL_E_DEVICE_MEMORY || plan.device_total_bytes == 0))
+        return r;
+    gpu_memory_used(engine->gpu, used, &total);
+    available = plan.device_budget_bytes > total ? plan.device_budget_bytes - total : 0;
+    if (plan.device_total_bytes <= available)
+        return 0;
+    return error_detail_set(reterr, MODEL_E_DEVICE_MEMORY,
+                            "model '%s' needs %.1f MiB of device memory (weights %.1f, activations %.1f, cache %.1f), %.1f of %.1f MiB "
+                            "are free: unload another model, lower `parallel`, or raise `max-memory`",
+                            slot->config.name, (double)plan.device_total_bytes / 0x1p20, (double)plan.weight_bytes / 0x1p20,
+                            (double)plan.activation_bytes / 0x1p20,
+                            (double)(plan.device_total_bytes - plan.weight_bytes - plan.activation_bytes) / 0x1p20,
+                            (double)available / 0x1p20, (double)plan.device_budget_bytes / 0x1p20);
+}
+
+/* The largest batch that fits by the plan, after what is idle has given way: both are exact. */
+static int slot_choose_rows(Engine *engine, ModelSlot *slot, bool make_room, uint32_t *ret_rows, ErrorDetail *reterr)
+{
+    uint32_t rows = slot->rows_limit ? slot->rows_limit : MODELS_MAX_ROWS;
+    int r;
+
+    for (;;) {
+        r = slot_check_plan(engine, slot, rows, reterr);
+        if (r != MODEL_E_DEVICE_MEMORY)
+            break;
+        if (make_room && models_make_room(engine, slot))
+            continue;
+        if (rows <= MODELS_MIN_ROWS)
+            break;
+        rows /= 2;
+    }
+    if (r == 0)
+        *ret_rows = rows;
+    return r;
+}
+
+/* The model on the device.  A device that refuses what the plan allowed is tried once more with less: *ret_again, and the file is opened
+ * anew, because a failed try uses it up. */
+static EngineResult slot_make_model(Engine *engine, ModelSlot *slot, bool *ret_again, ErrorDetail *reterr)
+{
+    bool make_room = slot_is_needed(engine, slot);
+    ModelOptions options;
+    uint32_t rows = 0;
+    int r;
+
+    r = slot_choose_rows(engine, slot, make_room, &rows, reterr);
+    if (r)
+        return result_from_model(r);
+    options = slot_options(engine, slot, rows);
+    r = model_new(engine->gpu, slot->file, &options, &slot->model, reterr);
+    if (r) {
+        slot->file = model_file_free(slot->file);
+        if (r == MODEL_E_DEVICE_MEMORY && make_room && models_make_room(engine, slot)) {
+            *ret_again = true;
+        } else if (r == MODEL_E_DEVICE_MEMORY && rows > MODELS_MIN_ROWS) {
+            slot->rows_limit = rows / 2;
+            *ret_again = true;
+        }
+        return result_from_model(r);
+    }
+    slot->file = NULL;
+    slot->rows_limit = 0;
+    slot->max_rows = model_options(slot->model)->max_rows;
+    slot->max_items = model_options(slot->model)->max_sequences;
+    return ENGINE_RESULT_DONE;
+}
+
+static void slot_make_template(ModelSlot *slot)
+{
+    const char *source = slot->config.chat_template ? slot->config.chat_template : model_file_chat_template(model_file(slot->model));
+
+    slot->template_detail = ERROR_DETAIL_NULL;
+    if (!source) {
+        slot->template_error = error_detail_set(&slot->template_detail, -ENOENT,
+                                                "model '%s' has no chat template: set `template`, or send raw text",
+                                                slot->config.name);
+        return;
+    }
+    slot->template_error = chat_template_new(source, &slot->chat_template, &slot->template_detail);
+}
+
+static EngineResult slot_load_steps(Engine *engine, ModelSlot *slot, bool *ret_again, ErrorDetail *reterr)
+{
+    const ModelParams *params;
+    EngineResult result;
+    StoreSlot *store;
+
+    result = device_ensure(engine, reterr);
+    if (result == ENGINE_RESULT_DONE)
+        result = slot_make_model(engine, slot, ret_again, reterr);
+    if (result != ENGINE_RESULT_DONE)
+        return result;
+    params = model_file_params(model_file(slot->model));
+    slot->logits = calloc((size_t)slot->max_items * params->n_vocab, sizeof(*slot->logits));
+    if (!slot->logits) {
+        (void)error_detail_set(reterr, -ENOMEM, "out of memory: %u rows of logits", slot->max_items);
+        return ENGINE_RESULT_OUT_OF_MEMORY;
+    }
+    slot_make_template(slot);
+    /* The store of the model's own policy comes with it, so that a load that succeeded is ready to generate. */
+    return slot_store(engine, slot, &slot->config.policy, slot_is_needed(engine, slot), &store, reterr);
+}
+
+/* The file is open: the rest of the load. */
+static void slot_load(Engine *engine, ModelSlot *slot)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    uint64_t now = now_usec();
+    EngineResult result;
+    bool again = false;
+
+    mailbox_allow(engine->mailbox, now + ENGINE_LOAD_ALLOWANCE_USEC);
+    result = slot_load_steps(engine, slot, &again, &detail);
+    mailbox_allow(engine->mailbox, 0);
+    if (again) {
+        slot_open(engine, slot);
+        return;
+    }
+    if (result != ENGINE_RESULT_DONE) {
+        if (!detail.text[0])
+            (void)error_detail_set(&detail, -EIO, "model '%s' cannot be brought to the device", slot->config.name);
+        slot_unload(engine, slot);
+        slot_fail(engine, slot, result, &detail);
+        if (result == ENGINE_RESULT_DEVICE_LOST && engine->gpu)
+            device_abandon(engine, &detail);
+        return;
+    }
+    slot->state = SLOT_LOADED;
+    engine->admission_due = true;
+    slot->error = ERROR_DETAIL_NULL;
+    slot->idle_since_usec = now_usec();
+    log_info("Model '%s' is loaded: %.1f MiB on the device, %u rows a pass, %.2f s", slot->config.name,
+             (double)model_device_bytes(slot->model) / 0x1p20, slot->max_rows,
+             (double)(slot->idle_since_usec - slot->loading_since_usec) / 1e6);
+    status_model_state(engine, slot);
+}
+
+void slot_want_loaded(Engine *engine, ModelSlot *slot)
+{
+    if (slot->state == SLOT_LOADED || slot->state == SLOT_LOADING)
+        return;
+    slot->state = SLOT_LOADING;
+    slot->error = ERROR_DETAIL_NULL;
+    slot->loading_since_usec = now_usec();
+    status_model_state(engine, slot);
+    if (slot->file)
+        slot_load(engine, slot);
+    else
+        slot_open(engine, slot);
+}
+
+void slot_want_file(Engine *engine, ModelSlot *slot, Query *query)
+{
+    Query **last;
+
+    if (slot_file(slot)) {
+        slot->file_since_usec = now_usec();
+        query_with_file(engine, query);
+        return;
+    }
+    for (last = &slot->queries; *last; last = &(*last)->next)
+        continue;
+    *last = query;
+    slot_open(engine, slot);
+}
+
+static void slot_learn_facts(ModelSlot *slot)
+{
+    const ModelParams *params = model_file_params(slot->file);
+    EngineModelStatus *f = &slot->facts;
+
+    (void)snprintf(f->digest, sizeof(f->digest), "%s", model_file_digest(slot->file));
+    (void)snprintf(f->architecture, sizeof(f->architecture), "%s", params->architecture);
+    (void)snprintf(f->quantization, sizeof(f->quantization), "%s", params->quantization);
+    (void)snprintf(f->license, sizeof(f->license), "%s", params->license);
+    f->parameters = params->n_parameters;
+    f->file_bytes = model_file_bytes(slot->file);
+}
+
+void models_file_opened(Engine *engine, Command *command)
+{
+    ModelSlot *slot = models_find_id(engine, command->id);
+    Query *queries;
+
+    if (!slot)
+        return; /* removed or reconfigured meanwhile; the command frees the file */
+    slot->opening = false;
+    slot->file_since_usec = now_usec();
+    if (command->result == ENGINE_RESULT_DONE) {
+        slot->file = TAKE_PTR(command->file);
+        slot_learn_facts(slot);
+        engine->status_dirty = true;
+    } else if (!command->detail.text[0]) {
+        (void)error_detail_set(&command->detail, -EIO, "'%s' cannot be opened", slot->config.path);
+    }
+    queries = TAKE_PTR(slot->queries);
+    while (queries) {
+        Query *query = queries;
+
+        queries = query->next;
+        query->next = NULL;
+        if (command->result == ENGINE_RESULT_DONE)
+            query_with_file(engine, query);
+        else
+            query_answer(engine, query, command->result, &command->detail);
+    }
+    if (slot->state != SLOT_LOADING)
+        return;
+    if (command->result == ENGINE_RESULT_DONE)
+        slot_load(engine, slot);
+    else
+        slot_fail(engine, slot, command->result, &command->detail);
+}
+
+void slot_unload(Engine *engine, ModelSlot *slot)
+{
+    bool was_loaded = slot->state == SLOT_LOADED;
+
+    sessions_drop_caches(engine, slot, NULL);
+    for (StoreSlot *store = slot->stores, *next; store; store = next) {
+        next = store->next;
+        kv_store_free(store->store);
+        free(store);
+    }
+    slot->stores = NULL;
+    slot->model = model_free(slot->model);
+    slot->chat_template = chat_template_free(slot->chat_template);
+    /* A hung driver may still write to it one day: then it is left alone rather than freed. */
+    if (!engine->gpu || !gpu_is_hung(engine->gpu))
+        free(slot->logits);
+    slot->logits = NULL;
+    slot->unload_wanted = false;
+    engine->admission_due = true;
+    if (!was_loaded)
+        return;
+    slot->state = SLOT_UNLOADED;
+    log_info("Model '%s' is unloaded", slot->config.name);
+    status_model_state(engine, slot);
+}
+
+/* ---- stores ---------------------------------------------------------------------------------------------------------------- */
+
+StoreSlot *slot_find_store(ModelSlot *slot, const KvPolicy *policy)
+{
+    for (StoreSlot *store = slot->stores; store; store = store->next)
+        if (policy_equal(&store->policy, policy))
+            return store;
+    return NULL;
+}
+
+EngineResult slot_store(Engine *engine, ModelSlot *slot, const KvPolicy *policy, bool make_room, StoreSlot **ret, ErrorDetail *reterr)
+{
+    StoreSlot *store = slot_find_store(slot, policy);
+    int r;
+
+    if (store) {
+        store->last_used_usec = now_usec();
+        *ret = store;
+        return ENGINE_RESULT_DONE;
+    }
+    store = calloc(1, sizeof(*store));
+    if (!store)
+        return ENGINE_RESULT_OUT_OF_MEMORY;
+    mailbox_allow(engine->mailbox, now_usec() + ENGINE_LOAD_ALLOWANCE_USEC);
+    do
+        r = model_store_new(slot->model, policy, &store->store, reterr);
+    while ((r == MODEL_E_DEVICE_MEMORY || r == MODEL_E_HOST_MEMORY) && make_room && models_make_room(engine, slot));
+    mailbox_allow(engine->mailbox, 0);
+    if (r) {
+        free(store);
+        return result_from_model(r);
+    }
+    store->policy = *policy;
+    store->group = ++engine->last_group;
+    store->last_used_usec = now_usec();
+    store->next = slot->stores;
+    slot->stores = store;
+    *ret = store;
+    return ENGINE_RESULT_DONE;
+}
