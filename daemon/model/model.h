@@ -87,5 +87,6 @@ typedef struct ModelItem {
 
 /* Runs the pass (all items' rows share it, at most max_rows: else -EINVAL), waits with a deadline, commits the caches.  @logits: float32
  * [rows with logits, n_vocab], in item order, host memory of the caller; NULL: none wanted.  Whether they are finite is the caller's to see.
- * On error the caches are as before. */
+ * On error the caches are as before, unless a long prefill had begun to overwrite what it needs to go on (kv_pass_abort()): ask
+ * kv_cache_length(). */
 int model_forward(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, ErrorDetail *reterr);
