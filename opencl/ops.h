@@ -35,7 +35,8 @@ int ops_prepare_type(Ops *ops, const WeightTypeInfo *type, ErrorDetail *reterr);
 /* Device bytes that ops_new() takes, for the planner. */
 int ops_device_bytes(const GpuInfo *info, const OpsOptions *options, uint64_t *ret);
 
-/* out[r, :] = decoded row ids[r] of @table times @scale.  ids: int32 [n_rows] at ids_offset bytes. */
+/* out[r, :] = decoded row ids[r] of @table times @scale, NaN where there is no such row.  ids: int32 [n_rows] at ids_offset
+ * bytes. */
 int ops_embed(Ops *ops, const OpsWeight *table, float scale, const GpuBuffer *ids, uint64_t ids_offset, uint32_t n_rows,
               GpuBuffer *out);
 
@@ -46,7 +47,7 @@ typedef enum OpsEpilogue {
 } OpsEpilogue;
 
 /* y = epilogue(W prologue(x)).  All weights share n_cols.  With STORE, the outputs of weights[0..n) lie side by side in each row of
- * y: y is (n_rows, sum of weights' n_rows).  x is (n_rows, n_cols) f32, or rows picked by x_rows. */
+ * y: y is (n_rows, sum of weights' n_rows).  x is (n_rows, n_cols) f32, or rows picked by x_rows.  x and y do not overlap. */
 typedef struct OpsLinear {
     const GpuBuffer *x;
     const GpuBuffer *x_rows;      /* NULL, or int32 [n_rows]: row of x for each output row (logits of the last rows only) */
@@ -61,3 +62,6 @@ typedef struct OpsLinear {
 } OpsLinear;
 
 int ops_linear(Ops *ops, const OpsLinear *linear, uint32_t n_rows);
+/* The same as ops_linear() on each in order; one may read what an earlier one has written.  Products that follow each other
+ * directly are best given together: on CPUs up to four of one weight type, for up to 8 rows, become one launch. */
+int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n_linears, uint32_t n_rows);

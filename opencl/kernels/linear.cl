@@ -1,0 +1,264 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Products of prepared activations (norm.cl) with packed weights (weight.cl), and what is done with the result.
+ *
+ * A *unit* is the LANES rows of a tile that one work-item carries.  A row of the pass is summed over columns in order, in the
+ * same way whether 1 or 8 rows are taken at a time; in the reference's words (test-ops-linear.c), per 32 columns:
+ *     fast    t = scale_a * (float)(integer dot product, zero points taken out);  y = fma(scale_w, t, y)
+ *             then, with a minimum, y = fma(minimum, scale_a * sum_a, y);  Q6_K: two halves of 16 columns
+ *     exact   even columns: y0 = fma(w, x, y0), odd: y1 likewise;  y = y0 + y1
+ */
+
+#define EPILOGUE_STORE  0
+#define EPILOGUE_ADD    1
+#define EPILOGUE_SWIGLU 2
+#define EPILOGUE_GATE   3 /* y = silu(y) * W x: second half of a SWIGLU whose weights have two types */
+
+/* Rows that are multiplied at once: as many as the registers hold. */
+#ifndef ROWS_AT_ONCE
+#define ROWS_AT_ONCE (LANES == 16 ? 8 : 4)
+#endif
+
+/* ---- one unit times some rows of one group ------------------------------------------------------------------------------- */
+
+#if FLOAT_ACTS
+
+ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const uint n_cols, const __global int *act,
+                           const int rows, VF *ret)
+{
+    const __global float *x = (const __global float *)act;
+    uint n_records = (n_cols + RECORD_COLUMNS - 1) / RECORD_COLUMNS;
+    VF even[GROUP_ROWS], odd[GROUP_ROWS];
+
+#pragma unroll
+    for (int r = 0; r < rows; r++)
+        even[r] = odd[r] = (VF)(0.0f);
+    for (uint i = 0; i < n_records; i++, tile += RECORD_BYTES) {
+        for (uint b = 0; b < BLOCKS; b++, x += 32 * GROUP_ROWS) {
+#if !IS_FLOAT
+            WeightBlock block = block_load(tile, lane0, b);
+#endif
+#pragma unroll
+            for (int c = 0; c < 32; c++) {
+#if IS_FLOAT
+                VF w = float_column(tile, lane0, c);
+#else
+                VF w = block_column(&block, c);
+#endif
+#pragma unroll
+                for (int r = 0; r < rows; r++) {
+                    if (c % 2 == 0)
+                        even[r] = fma(w, (VF)(x[GROUP_ROWS * c + r]), even[r]);
+                    else
+                        odd[r] = fma(w, (VF)(x[GROUP_ROWS * c + r]), odd[r]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < rows; r++)
+        ret[r] = even[r] + odd[r];
+}
+
+#else
+
+ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const uint n_cols, const __global int *act,
+                           const int rows, VF *ret)
+{
+    uint n_records = n_cols / RECORD_COLUMNS;
+
+#pragma unroll
+    for (int r = 0; r < rows; r++)
+        ret[r] = (VF)(0.0f);
+    for (uint i = 0; i < n_records; i++, tile += RECORD_BYTES) {
+        for (uint b = 0; b < BLOCKS; b++, act += ACT_BLOCK_WORDS) {
+            WeightBlock block = block_load(tile, lane0, b);
+
+#pragma unroll
+            for (int r = 0; r < rows; r++) {
+                const __global int *a = act + ACT_WORDS * r;
+                VF scale = (VF)(((const __global float *)a)[ACT_SCALE]);
+#if IS(Q6_K)
+                VI low = dot_block((VI)(a[ACT_MINUS] * ZERO_POINT), block.codes, a, 4, MAX_CODE);
+                VI high = dot_block((VI)(a[ACT_MINUS + 1] * ZERO_POINT), block.codes + 4, a + 4, 4, MAX_CODE);
+
+                ret[r] = fma(block.scale[0], scale * TO_VF(low), ret[r]);
+                ret[r] = fma(block.scale[1], scale * TO_VF(high), ret[r]);
+#else
+                VI dot = dot_block((VI)(ZERO_POINT ? (a[ACT_MINUS] + a[ACT_MINUS + 1]) * ZERO_POINT : 0), block.codes, a, 8,
+                                   MAX_CODE);
+
+                ret[r] = fma(block.scale[0], scale * TO_VF(dot), ret[r]);
+#if HAS_MINIMUM
+                ret[r] = fma(block.minimum, (VF)(((const __global float *)a)[ACT_SUM]), ret[r]);
+#endif
+#endif
+            }
+        }
+    }
+}
+
+#endif
+
+/* ---- epilogues --------------------------------------------------------------------------------------------------------------- */
+
+/* One product of the pass: the rows of the weights, one after the other, make columns y_first, ... of y; with SWIGLU both
+ * weights make the same columns.  Mirrors Shape in opencl/ops-linear.c. */
+typedef struct Shape {
+    ulong weight_offset[3], x_rows_offset, norm_offset; /* bytes */
+    uint weight_rows[3];
+    uint n_cols, y_cols, y_first, epilogue;
+    float eps;
+    uint n_tiles;          /* of all weights; with SWIGLU of one */
+    uint tiles_per_ticket; /* or per work-group */
+} Shape;
+
+ALWAYS_INLINE VF epilogue_value(const uint epilogue, VF value, VF old)
+{
+    return epilogue == EPILOGUE_ADD ? old + value : epilogue == EPILOGUE_GATE ? lanes_silu(old) * value : value;
+}
+
+ALWAYS_INLINE void store_lanes(__global float *y, VF value, const uint n_valid, const uint epilogue)
+{
+    VF old = (VF)(0.0f);
+    bool reads = epilogue == EPILOGUE_ADD || epilogue == EPILOGUE_GATE;
+
+#if LANES > 1
+    if (n_valid < LANES) {
+        for (uint i = 0; i < n_valid && reads; i++)
+            ((float *)&old)[i] = y[i];
+        value = epilogue_value(epilogue, value, old);
+        for (uint i = 0; i < n_valid; i++)
+            y[i] = ((float *)&value)[i];
+        return;
+    }
+#else
+    if (n_valid == 0)
+        return;
+#endif
+    if (reads)
+        old = V_LOAD(y);
+    V_STORE(epilogue_value(epilogue, value, old), y);
+}
+
+/* A unit: where its weights are and which columns of y it makes. */
+typedef struct Unit {
+    const __global uchar *tile[2]; /* second one: SWIGLU only */
+    uint lane0, y_column, n_valid;
+} Unit;
+
+typedef struct Weights {
+    const __global uchar *w[3];
+} Weights;
+
+ALWAYS_INLINE Unit find_unit(const Shape *shape, const Weights *weights, uint tile, const uint lane0)
+{
+    const ulong tile_bytes = (ulong)((shape->n_cols + RECORD_COLUMNS - 1) / RECORD_COLUMNS) * RECORD_BYTES;
+    uint which = 0, row;
+    Unit unit = {.lane0 = lane0, .y_column = shape->y_first};
+
+    if (shape->epilogue != EPILOGUE_SWIGLU)
+        for (; which < 2; which++) {
+            uint n_tiles = (shape->weight_rows[which] + TILE_ROWS - 1) / TILE_ROWS;
+
+            if (tile < n_tiles)
+                break;
+            tile -= n_tiles;
+            unit.y_column += shape->weight_rows[which];
+        }
+    unit.tile[0] = weights->w[which] + shape->weight_offset[which] + tile * tile_bytes;
+    unit.tile[1] = weights->w[1] + shape->weight_offset[1] + tile * tile_bytes;
+    row = tile * TILE_ROWS + lane0;
+    unit.y_column += row;
+    unit.n_valid = row < shape->weight_rows[which] ? min(shape->weight_rows[which] - row, (uint)LANES) : 0;
+    return unit;
+}
+
+/* @rows rows of one group; @act points at the first of them, @y at its row. */
+ALWAYS_INLINE void unit_rows(const Shape *shape, const Unit *unit, const __global int *act, __global float *y, const int rows)
+{
+    VF values[GROUP_ROWS];
+
+    product(unit->tile[0], unit->lane0, shape->n_cols, act, rows, values);
+    if (shape->epilogue == EPILOGUE_SWIGLU) {
+        VF up[GROUP_ROWS];
+
+        product(unit->tile[1], unit->lane0, shape->n_cols, act, rows, up);
+#pragma unroll
+        for (int r = 0; r < rows; r++)
+            values[r] = lanes_silu(values[r]) * up[r];
+    }
+#pragma unroll
+    for (int r = 0; r < rows; r++)
+        store_lanes(y + (size_t)r * shape->y_cols + unit->y_column, values[r], unit->n_valid, shape->epilogue);
+}
+
+/* Rows from one group's row 0 on; whole steps of 8, 4, 2 and 1 so that registers fit and nothing is computed in vain. */
+ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __global int *act, __global float *y, uint n_rows)
+{
+    const uint act_row = FLOAT_ACTS ? 1 : ACT_WORDS;
+
+#if ROWS_AT_ONCE >= 8
+    if (n_rows >= 8) {
+        unit_rows(shape, unit, act, y, 8);
+        return;
+    }
+#endif
+    while (n_rows >= 4) {
+        unit_rows(shape, unit, act, y, 4);
+        act += 4 * act_row, y += 4 * (size_t)shape->y_cols, n_rows -= 4;
+    }
+    if (n_rows >= 2) {
+        unit_rows(shape, unit, act, y, 2);
+        act += 2 * act_row, y += 2 * (size_t)shape->y_cols, n_rows -= 2;
+    }
+    if (n_rows >= 1)
+        unit_rows(shape, unit, act, y, 1);
+}
+
+ALWAYS_INLINE uint act_group_words(const uint n_cols)
+{
+    return (n_cols + 31) / 32 * ACT_BLOCK_WORDS;
+}
+
+/* All rows of a tile for some groups of rows. */
+ALWAYS_INLINE void tile_rows(const Shape *shape, const Weights *weights, const uint tile, const __global int *act,
+                             const uint row_begin, const uint row_end, __global float *y)
+{
+    const uint group_words = act_group_words(shape->n_cols);
+
+    for (uint lane0 = 0; lane0 < TILE_ROWS; lane0 += LANES) {
+        Unit unit = find_unit(shape, weights, tile, lane0);
+
+        for (uint row = row_begin; row < row_end; row += GROUP_ROWS)
+            unit_group(shape, &unit, act + (size_t)(row / GROUP_ROWS) * group_words, y + (size_t)row * shape->y_cols,
+                       min(row_end - row, (uint)GROUP_ROWS));
+    }
+}
+
+/*
+ * Many rows.  CPUs: work-group (i, j), one work-item, makes tiles [i * tiles_per_ticket, ...) of rows [j * row_step, ...): a tile
+ * stays in the first cache level while the rows' activations come from the second.  Else: work-item (i, j) makes row i of the
+ * (padded) weights for group j.
+ */
+__kernel void linear_many(const Shape shape, const __global uchar *w0, const __global uchar *w1, const __global uchar *w2,
+                          const __global int *act, const uint n_rows, const uint row_step, __global float *y)
+{
+    const Weights weights = {{w0, w1, w2}};
+#if LANES > 1
+    uint tile_end = min((uint)(get_group_id(0) + 1) * shape.tiles_per_ticket, shape.n_tiles);
+    uint row_begin = get_group_id(1) * row_step;
+
+    for (uint tile = get_group_id(0) * shape.tiles_per_ticket; tile < tile_end; tile++)
+        tile_rows(&shape, &weights, tile, act, row_begin, min(row_begin + row_step, n_rows), y);
+#else
+    uint tile = get_global_id(0) / TILE_ROWS, row = get_global_id(1) * GROUP_ROWS;
+    Unit unit;
+
+    if (tile >= shape.n_tiles)
+        return;
+    unit = find_unit(&shape, &weights, tile, get_global_id(0) % TILE_ROWS);
+    unit_group(&shape, &unit, act + (size_t)get_global_id(1) * act_group_words(shape.n_cols),
+               y + (size_t)row * shape.y_cols, min(n_rows - row, (uint)GROUP_ROWS));
+#endif
+}

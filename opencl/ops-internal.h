@@ -1,0 +1,41 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Inside of the ops: ops.c makes the object, its kernels and embeddings; ops-linear.c makes products. */
+
+#include "opencl/ops.h"
+
+#include <stdint.h>
+
+#define OPS_GROUP_ROWS   8  /* GROUP_ROWS of norm.cl */
+#define OPS_STAGES       4  /* STAGES of linear-few.cl */
+#define OPS_SYNC_BYTES   ((2 * OPS_STAGES + 1) * 64)
+#define OPS_TYPE_NUMBERS 31 /* WEIGHT_TYPE_* are below */
+/* Work-items of a portable group: a multiple of a tile's rows, and PREPARE_ITEMS of norm.cl. */
+#define OPS_LOCAL_ITEMS  32
+
+typedef struct OpsKernels {
+    GpuKernel *prepare, *many, *embed;
+    GpuKernel *few;         /* on x86 CPUs */
+    uint32_t n_stages_set; /* of linear_few: stages whose arguments name buffers */
+} OpsKernels;
+
+struct Ops {
+    Gpu *gpu;
+    OpsOptions options;
+    bool vectors;      /* work-items carry 8 or 16 rows and are groups of their own */
+    uint32_t n_groups; /* of linear_few: one a thread */
+    GpuBuffer *act;    /* prepared activations */
+    GpuBuffer *sync;
+    OpsKernels kernels[OPS_TYPE_NUMBERS];
+};
+
+/* Words of one group of rows of prepared activations in the larger form (float). */
+static inline uint64_t ops_act_group_words(uint32_t n_cols)
+{
+    return ((uint64_t)n_cols + 31) / 32 * 32 * OPS_GROUP_ROWS;
+}
+
+/* The kernels of a type; builds them when that has not happened yet. */
+int ops_kernels(Ops *ops, const WeightTypeInfo *type, OpsKernels **ret);
+/* Launches the products' kernels of @kernels on nothing, so that the driver specialises them now. */
+int ops_linear_warm(Ops *ops, OpsKernels *kernels);

@@ -1,0 +1,345 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Products: which kernels a linear becomes.
+ *
+ * x86 CPUs, up to 8 rows   linear_few: prologue, up to four linears of one weight type, one launch
+ * else                     prepare_rows, then linear_many, per run of weights of one type
+ */
+
+#include "opencl/ops-internal.h"
+
+#include <assert.h>
+#include <string.h>
+
+/* Mirrors Shape in opencl/kernels/linear.cl. */
+typedef struct Shape {
+    uint64_t weight_offset[3], x_rows_offset, norm_offset;
+    uint32_t weight_rows[3];
+    uint32_t n_cols, y_cols, y_first, epilogue;
+    float eps;
+    uint32_t n_tiles, tiles_per_ticket;
+} Shape;
+
+static_assert(sizeof(Shape) == 80, "Shape is laid out alike on host and device");
+
+#define EPILOGUE_GATE 3 /* of linear.cl: y = silu(y) * W x */
+
+/* A linear whose weights have one type: what one product of a kernel does. */
+typedef struct Part {
+    const OpsLinear *linear;
+    const OpsWeight *weights;
+    uint32_t n_weights;
+    Shape shape;
+} Part;
+
+/* Work-groups for each thread of a CPU: enough that the last one to finish is not waited for long. */
+#define SHARES_PER_THREAD 8
+/* A ticket is drawn by an atomic of 100 ns and should take microseconds, not tens of them. */
+#define TICKET_BYTES 65536
+/* Rows whose prepared activations stay in the second cache level beside a tile: 128 rows of 2048 columns are 400 KB. */
+#define ROWS_PER_GROUP 128
+
+static const OpsLinear no_linear;
+static const OpsWeight no_weight;
+static const Part no_part = {.linear = &no_linear, .weights = &no_weight};
+
+static uint32_t tiles_of(const OpsWeight *weight)
+{
+    return (weight->n_rows + WEIGHT_TILE_ROWS - 1) / WEIGHT_TILE_ROWS;
+}
+
+/* Bytes between the tiles of a weight. */
+static uint64_t tile_bytes(const OpsWeight *weight)
+{
+    const WeightTypeInfo *type = weight->type;
+
+    return ((uint64_t)weight->n_cols + type->record_columns - 1) / type->record_columns * type->record_bytes;
+}
+
+/* ---- from linears to parts -------------------------------------------------------------------------------------------------- */
+
+static Part make_part(const OpsLinear *linear, uint32_t first, uint32_t n, uint32_t epilogue)
+{
+    const OpsWeight *weights = &linear->weights[first];
+    bool gated = linear->epilogue == OPS_EPILOGUE_SWIGLU;
+    Part part = {
+        .linear = linear,
+        .weights = weights,
+        .n_weights = n,
+        .shape = {.x_rows_offset = linear->x_rows_offset, .norm_offset = linear->norm_offset, .n_cols = weights[0].n_cols,
+                  .epilogue = epilogue, .eps = linear->norm_eps},
+    };
+
+    for (uint32_t i = 0; i < linear->n_weights; i++) {
+        if (!gated || i == 0)
+            part.shape.y_cols += linear->weights[i].n_rows;
+        if (!gated && i < first)
+            part.shape.y_first += linear->weights[i].n_rows;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        part.shape.weight_offset[i] = weights[i].offset;
+        part.shape.weight_rows[i] = weights[i].n_rows;
+        if (!gated || i == 0)
+            part.shape.n_tiles += tiles_of(&weights[i]);
+    }
+    return part;
+}
+
+/* Splits a linear where the type changes; at most three parts. */
+static uint32_t make_parts(const OpsLinear *linear, Part *ret)
+{
+    uint32_t n_parts = 0;
+
+    for (uint32_t first = 0, end; first < linear->n_weights; first = end) {
+        uint32_t epilogue = linear->epilogue;
+
+        for (end = first + 1; end < linear->n_weights && linear->weights[end].type == linear->weights[first].type;)
+            end++;
+        if (linear->epilogue == OPS_EPILOGUE_SWIGLU && end - first == 1)
+            epilogue = first == 0 ? OPS_EPILOGUE_STORE : EPILOGUE_GATE;
+        ret[n_parts++] = make_part(linear, first, end - first, epilogue);
+    }
+    return n_parts;
+}
+
+static int check_linear(const Ops *ops, const OpsLinear *linear, uint32_t n_rows)
+{
+    bool gated = linear->epilogue == OPS_EPILOGUE_SWIGLU;
+
+    if (n_rows == 0 || n_rows > ops->options.max_rows || linear->n_weights == 0 || linear->n_weights > 3 ||
+        (gated && (linear->n_weights != 2 || linear->weights[0].n_rows != linear->weights[1].n_rows)))
+        return error_origin(-EINVAL);
+    for (uint32_t i = 0; i < linear->n_weights; i++) {
+        const OpsWeight *weight = &linear->weights[i];
+
+        if (weight->n_cols != linear->weights[0].n_cols || weight->n_cols > ops->options.max_columns ||
+            weight->n_cols % weight->type->block_elements != 0 || weight->n_rows == 0)
+            return error_origin(-EINVAL);
+    }
+    return 0;
+}
+
+/* ---- few rows ------------------------------------------------------------------------------------------------------------------ */
+
+enum { FEW_N_STAGES, FEW_N_ROWS, FEW_ACTS, FEW_ACT_WORDS, FEW_SYNC, FEW_STAGE0, FEW_STAGE_ARGUMENTS = 8 };
+
+static int set_stage(GpuKernel *kernel, uint32_t stage, const Part *part)
+{
+    unsigned argument = FEW_STAGE0 + stage * FEW_STAGE_ARGUMENTS;
+    const OpsLinear *linear = part->linear;
+    int r;
+
+    r = gpu_kernel_set_bytes(kernel, argument, &part->shape, sizeof(part->shape));
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, argument + 1, linear->x);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, argument + 2, linear->x_rows);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, argument + 3, linear->norm_weight);
+    for (uint32_t i = 0; i < 3 && !r; i++)
+        r = gpu_kernel_set_buffer(kernel, argument + 4 + i, i < part->n_weights ? part->weights[i].buffer : NULL);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, argument + 7, linear->y);
+    return r;
+}
+
+/* Up to OPS_STAGES parts of one type. */
+static int launch_few(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_parts, uint32_t n_rows)
+{
+    uint32_t shares = ops->n_groups * SHARES_PER_THREAD;
+    int r = 0;
+
+    for (uint32_t i = 0; i < n_parts && !r; i++) {
+        Shape *shape = &parts[i].shape;
+        uint32_t most = (uint32_t)(TICKET_BYTES / tile_bytes(&parts[i].weights[0]));
+
+        shape->tiles_per_ticket = MAX(MIN(shape->n_tiles / shares, most), 1u);
+        r = set_stage(kernels->few, i, &parts[i]);
+    }
+    /* A buffer that an earlier launch had may be gone by now, and a driver looks at all arguments. */
+    for (uint32_t i = n_parts; i < kernels->n_stages_set && !r; i++)
+        r = set_stage(kernels->few, i, &no_part);
+    kernels->n_stages_set = n_parts;
+    if (!r)
+        r = gpu_kernel_set_u32(kernels->few, FEW_N_STAGES, n_parts);
+    if (!r)
+        r = gpu_kernel_set_u32(kernels->few, FEW_N_ROWS, n_rows);
+    if (!r)
+        r = gpu_launch(kernels->few, GPU_RANGE_1D(ops->n_groups, 1), GPU_WAIT_NONE, NULL);
+    return r;
+}
+
+static int warm_few(Ops *ops, GpuKernel *few)
+{
+    int r;
+
+    r = gpu_kernel_set_buffer(few, FEW_ACTS, ops->act);
+    if (!r)
+        r = gpu_kernel_set_u32(few, FEW_ACT_WORDS, (uint32_t)ops_act_group_words(ops->options.max_columns));
+    if (!r)
+        r = gpu_kernel_set_buffer(few, FEW_SYNC, ops->sync);
+    for (uint32_t i = 0; i < OPS_STAGES && !r; i++)
+        r = set_stage(few, i, &no_part);
+    if (!r)
+        r = gpu_kernel_set_u32(few, FEW_N_STAGES, 0);
+    if (!r)
+        r = gpu_kernel_set_u32(few, FEW_N_ROWS, 0);
+    if (!r)
+        r = gpu_launch(few, GPU_RANGE_1D(ops->n_groups, 1), GPU_WAIT_NONE, NULL);
+    return r;
+}
+
+/* ---- many rows ----------------------------------------------------------------------------------------------------------------- */
+
+static int launch_prepare(Ops *ops, OpsKernels *kernels, const OpsLinear *linear, uint32_t n_cols, uint32_t n_rows)
+{
+    uint32_t items = ops->vectors ? 1 : OPS_LOCAL_ITEMS;
+    GpuKernel *kernel = kernels->prepare;
+    int r;
+
+    r = gpu_kernel_set_buffer(kernel, 0, linear->x);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 1, linear->x_rows);
+    if (!r)
+        r = gpu_kernel_set_bytes(kernel, 2, &linear->x_rows_offset, sizeof(linear->x_rows_offset));
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 3, linear->norm_weight);
+    if (!r)
+        r = gpu_kernel_set_bytes(kernel, 4, &linear->norm_offset, sizeof(linear->norm_offset));
+    if (!r)
+        r = gpu_kernel_set_f32(kernel, 5, linear->norm_eps);
+    if (!r)
+        r = gpu_kernel_set_u32(kernel, 6, n_cols);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 7, ops->act);
+    if (!r)
+        r = gpu_launch(kernel, GPU_RANGE_2D(items, n_rows, items, 1), GPU_WAIT_NONE, NULL);
+    return r;
+}
+
+static int launch_many(Ops *ops, OpsKernels *kernels, Part *part, uint32_t n_rows)
+{
+    uint32_t row_step = ops->vectors ? ROWS_PER_GROUP : OPS_GROUP_ROWS, n_steps = (n_rows + row_step - 1) / row_step;
+    GpuKernel *kernel = kernels->many;
+    Shape *shape = &part->shape;
+    GpuRange range;
+    int r;
+
+    if (ops->vectors) {
+        uint64_t shares = (uint64_t)ops->n_groups * SHARES_PER_THREAD;
+
+        shape->tiles_per_ticket = (uint32_t)MAX((uint64_t)shape->n_tiles * n_steps / shares, 1u);
+        range = GPU_RANGE_2D((shape->n_tiles + shape->tiles_per_ticket - 1) / shape->tiles_per_ticket, n_steps, 1, 1);
+    } else {
+        size_t items = (size_t)shape->n_tiles * WEIGHT_TILE_ROWS;
+
+        range = GPU_RANGE_2D((items + OPS_LOCAL_ITEMS - 1) / OPS_LOCAL_ITEMS * OPS_LOCAL_ITEMS, n_steps, OPS_LOCAL_ITEMS, 1);
+    }
+    r = gpu_kernel_set_bytes(kernel, 0, shape, sizeof(*shape));
+    for (uint32_t i = 0; i < 3 && !r; i++)
+        r = gpu_kernel_set_buffer(kernel, 1 + i, i < part->n_weights ? part->weights[i].buffer : NULL);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 4, ops->act);
+    if (!r)
+        r = gpu_kernel_set_u32(kernel, 5, n_rows);
+    if (!r)
+        r = gpu_kernel_set_u32(kernel, 6, row_step);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 7, part->linear->y);
+    if (!r)
+        r = gpu_launch(kernel, range, GPU_WAIT_NONE, NULL);
+    return r;
+}
+
+int ops_linear_warm(Ops *ops, OpsKernels *kernels)
+{
+    Part nothing = no_part;
+    int r;
+
+    r = launch_prepare(ops, kernels, &no_linear, 0, 1);
+    if (!r) {
+        nothing.shape.n_tiles = 1; /* a tile without valid rows or columns */
+        r = launch_many(ops, kernels, &nothing, 1);
+    }
+    if (!r && ops->vectors)
+        r = warm_few(ops, kernels->few);
+    return r;
+}
+
+/* ---- linears ------------------------------------------------------------------------------------------------------------------- */
+
+static bool activations_are_alike(const Ops *ops, const OpsWeight *a, const OpsWeight *b)
+{
+    return ops->options.exact || (a->type->block_elements == 1) == (b->type->block_elements == 1);
+}
+
+static int linear_many(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
+{
+    Part parts[3];
+    uint32_t n_parts = make_parts(linear, parts);
+    int r;
+
+    for (uint32_t i = 0; i < n_parts; i++) {
+        OpsKernels *kernels = NULL;
+
+        r = ops_kernels(ops, parts[i].weights[0].type, &kernels);
+        if (r)
+            return r;
+        if (i == 0 || !activations_are_alike(ops, parts[i].weights, parts[i - 1].weights))
+            r = launch_prepare(ops, kernels, linear, parts[i].shape.n_cols, n_rows);
+        if (!r)
+            r = launch_many(ops, kernels, &parts[i], n_rows);
+        if (r)
+            return r;
+    }
+    return 0;
+}
+
+/* Collects stages of one type and launches them when the type changes or no more fit. */
+static int chain_few(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
+{
+    OpsKernels *kernels = NULL;
+    Part stages[OPS_STAGES], parts[3];
+    uint32_t n_stages = 0;
+    int r;
+
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t n_parts = make_parts(&linears[i], parts);
+
+        for (uint32_t j = 0; j < n_parts; j++) {
+            const WeightTypeInfo *type = parts[j].weights[0].type;
+
+            if (n_stages == OPS_STAGES || (n_stages > 0 && stages[0].weights[0].type != type)) {
+                r = launch_few(ops, kernels, stages, n_stages, n_rows);
+                if (r)
+                    return r;
+                n_stages = 0;
+            }
+            if (n_stages == 0) {
+                r = ops_kernels(ops, type, &kernels);
+                if (r)
+                    return r;
+            }
+            stages[n_stages++] = parts[j];
+        }
+    }
+    return n_stages > 0 ? launch_few(ops, kernels, stages, n_stages, n_rows) : 0;
+}
+
+int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
+{
+    int r = 0;
+
+    for (uint32_t i = 0; i < n && !r; i++)
+        r = check_linear(ops, &linears[i], n_rows);
+    if (!r && ops->vectors && n_rows <= OPS_GROUP_ROWS)
+        return chain_few(ops, linears, n, n_rows);
+    for (uint32_t i = 0; i < n && !r; i++)
+        r = linear_many(ops, &linears[i], n_rows);
+    return r;
+}
+
+int ops_linear(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
+{
+    return ops_chain(ops, linear, 1, n_rows);
+}
