@@ -62,6 +62,22 @@ typedef struct AttendPack {
     int32_t reserved[3];
 } AttendPack;
 
+/* Which kernels; AUTO is right except for tests and known-answer fallbacks. */
+typedef enum AttendKernels {
+    ATTEND_KERNELS_AUTO,    /* the last one that the device, the form and `exact` allow */
+    ATTEND_KERNELS_LANES,   /* float32, work-groups of 32: GPUs; runs everywhere */
+    ATTEND_KERNELS_VECTORS, /* float32, 16-wide vectors in single work-items: CPUs */
+    ATTEND_KERNELS_BW,      /* integer products, AVX-512BW */
+    ATTEND_KERNELS_VNNI,    /* integer products, AVX-512 VNNI */
+} AttendKernels;
+
+/* How a tile is spread; AUTO splits when there are few groups.  The results are the same bits. */
+typedef enum AttendSpread {
+    ATTEND_SPREAD_AUTO,
+    ATTEND_SPREAD_SPLIT,
+    ATTEND_SPREAD_SEQUENTIAL,
+} AttendSpread;
+
 typedef struct AttendOptions {
     KvForm form;
     KvShape shape;
@@ -71,6 +87,8 @@ typedef struct AttendOptions {
     uint32_t max_rows, max_refs; /* largest pass, largest tile (blocks) */
     const float *inv_freq; /* (rotary_dim / 2), borrowed during the call */
     uint32_t max_pages;    /* longest sequence in pages, for the table of page angles */
+    AttendKernels kernels; /* a choice that the device cannot run is -EINVAL */
+    AttendSpread spread;
 } AttendOptions;
 
 typedef struct Attend Attend;
@@ -89,6 +107,7 @@ typedef struct AttendPass {
     uint64_t rope_offset;     /* bytes; the same for the next ones */
     const GpuBuffer *groups;  /* AttendGroup [n_groups] */
     uint64_t groups_offset;
+    uint32_t n_sequences;     /* of the groups; when every sequence has one group, attend_commit() has nothing left to do.  0: unknown */
 } AttendPass;
 
 /* One layer's buffers. */
@@ -124,7 +143,7 @@ int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer
 /* Tail and sinks, normalisation, inverse rotation: writes @out. */
 int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *layer, GpuBuffer *out);
 /* Copies the pass's new keys and values into the tail ring (the last KV_TAIL_TOKENS positions of each sequence) and the sinks;
- * after attend_finish() of this layer. */
+ * after attend_finish() of this layer, which has already done it for sequences of one group: it may launch nothing. */
 int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *layer);
 /* Fills tail ring positions from an unpacked form's pages (f16, f32): after a crop.  refs: pages to read, one AttendPack each
  * with `to` = page index in @pages. */

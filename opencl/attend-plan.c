@@ -1,0 +1,151 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention: which kernels a device gets, what they allocate, and the tables of angles. */
+
+#include "opencl/attend-internal.h"
+
+#include "quant/base/checked.h"
+
+#include <math.h>
+
+#define VECTOR_DIMS 16
+
+static AttendKernels best_kernels(const GpuInfo *info)
+{
+    return info->simd == GPU_SIMD_PORTABLE ? ATTEND_KERNELS_LANES : ATTEND_KERNELS_VECTORS;
+}
+
+static int check_options(const AttendOptions *options, ErrorDetail *reterr)
+{
+    if (options->tail_bits != 16 && options->tail_bits != 32)
+        return error_detail_set(reterr, -EINVAL, "a tail of %u bits: only 16 and 32 are known", options->tail_bits);
+    if ((options->form.kind == KV_FORM_F32 && options->tail_bits != 32) ||
+        (options->form.kind == KV_FORM_F16 && options->tail_bits != 16))
+        return error_detail_set(reterr, -EINVAL, "a tail of %u bits beside pages of another width", options->tail_bits);
+    if (options->max_rows == 0 || options->max_refs == 0 || options->max_pages == 0)
+        return error_detail_set(reterr, -EINVAL, "attention for %u rows, %u refs, %u pages", options->max_rows, options->max_refs,
+                                options->max_pages);
+    if (options->shape.rotary_dim > 0 && !options->inv_freq)
+        return error_detail_set(reterr, -EINVAL, "rotary_dim %u without frequencies", options->shape.rotary_dim);
+    return 0;
+}
+
+int attend_choose(const GpuInfo *info, const AttendOptions *options, AttendKernels *ret, KvLayout *ret_layout, ErrorDetail *reterr)
+{
+    AttendKernels best;
+    int r;
+
+    r = kv_layout(options->form, &options->shape, ret_layout, reterr);
+    if (!r)
+        r = check_options(options, reterr);
+    if (r)
+        return error_trace(r);
+    best = best_kernels(info);
+    if (options->kernels > best && !(options->kernels == ATTEND_KERNELS_VECTORS && info->type == GPU_DEVICE_TYPE_CPU))
+        return error_detail_set(reterr, -EINVAL, "'%s' cannot run kernels %d for this cache", info->name, (int)options->kernels);
+    *ret = options->kernels == ATTEND_KERNELS_AUTO ? best : options->kernels;
+    return 0;
+}
+
+uint32_t attend_rotary_pad(const KvShape *shape)
+{
+    return (shape->rotary_dim / 2 + VECTOR_DIMS - 1) / VECTOR_DIMS * VECTOR_DIMS;
+}
+
+/* OP_FLOATS of attend-common.cl. */
+uint32_t attend_operand_floats(const AttendOptions *options, const KvLayout *layout)
+{
+    uint32_t n;
+
+    if (options->form.kind != KV_FORM_LEAT)
+        return options->shape.head_dim;
+    n = 2 * options->shape.head_dim + 2 * attend_rotary_pad(&options->shape) + 1 + 2 * layout->n_groups;
+    return (n + VECTOR_DIMS - 1) / VECTOR_DIMS * VECTOR_DIMS;
+}
+
+static int product(uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t *ret)
+{
+    uint64_t p;
+
+    if (!checked_mul(a, b, &p) || !checked_mul(p, c, &p) || !checked_mul(p, d, &p))
+        return -EOVERFLOW;
+    *ret = p;
+    return 0;
+}
+
+int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSizes *ret, ErrorDetail *reterr)
+{
+    const KvShape *shape = &options->shape;
+    bool leat = options->form.kind == KV_FORM_LEAT, integer = kernels >= ATTEND_KERNELS_BW;
+    uint32_t state_bytes = (shape->head_dim + 2) * (uint32_t)sizeof(float), pad = attend_rotary_pad(shape);
+    AttendSizes sizes = {0};
+    KvLayout layout;
+    int r;
+
+    r = kv_layout(options->form, shape, &layout, reterr);
+    if (r)
+        return error_trace(r);
+    r = product(options->max_rows, shape->n_heads, attend_operand_floats(options, &layout), sizeof(float), &sizes.operands);
+    if (!r)
+        r = product(options->max_rows, shape->n_heads, state_bytes, 1, &sizes.state);
+    if (!r)
+        r = product(options->max_rows, 2 * (uint64_t)shape->n_kv_heads, shape->head_dim, options->tail_bits / 8, &sizes.kept);
+    if (!r)
+        r = product(options->max_refs, shape->n_heads, state_bytes, 1, &sizes.partials);
+    if (!r && leat && pad)
+        r = product(options->max_pages, 2, pad, sizeof(float), &sizes.page_angles);
+    if (!r && leat && pad)
+        r = product(KV_PAGE_TOKENS, 2, pad, sizeof(float), &sizes.places);
+    if (!r && integer)
+        r = product(ATTEND_TILE_GROUPS_MAX, 2, (uint64_t)KV_BLOCK_PAGES * KV_PAGE_TOKENS, shape->head_dim, &sizes.scratch);
+    if (r)
+        return error_detail_set(reterr, r, "attention buffers for %u rows and %u refs would overflow", options->max_rows,
+                                options->max_refs);
+    *ret = sizes;
+    return 0;
+}
+
+int attend_device_bytes(const GpuInfo *info, const AttendOptions *options, uint64_t *ret)
+{
+    AttendKernels kernels;
+    AttendSizes sizes;
+    KvLayout layout;
+    int r;
+
+    r = attend_choose(info, options, &kernels, &layout, NULL);
+    if (!r)
+        r = attend_sizes(options, kernels, &sizes, NULL);
+    if (r)
+        return error_trace(r);
+    *ret = sizes.operands + sizes.state + sizes.kept + sizes.partials + sizes.page_angles + sizes.places + sizes.scratch;
+    return 0;
+}
+
+/* (max_pages, 2, pad): cos, sin of pair f at position 32 page + 15.5; padding is cos 0, whatever (its coefficients are zero). */
+void attend_fill_page_angles(const AttendOptions *options, float *ret)
+{
+    uint32_t pad = attend_rotary_pad(&options->shape);
+
+    for (uint32_t page = 0; page < options->max_pages; page++)
+        for (uint32_t f = 0; f < pad; f++) {
+            double turn = f < options->shape.rotary_dim / 2 ? options->inv_freq[f] : 0;
+            double angle = ((double)page * KV_PAGE_TOKENS + (KV_PAGE_TOKENS - 1) / 2.0) * turn;
+
+            ret[((size_t)page * 2) * pad + f] = (float)cos(angle);
+            ret[((size_t)page * 2 + 1) * pad + f] = (float)sin(angle);
+        }
+}
+
+/* (pad, 2, 32): cos, sin of pair f at places -15.5 .. 15.5 from the page's centre. */
+void attend_fill_places(const AttendOptions *options, float *ret)
+{
+    uint32_t pad = attend_rotary_pad(&options->shape);
+
+    for (uint32_t f = 0; f < pad; f++)
+        for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++) {
+            double turn = f < options->shape.rotary_dim / 2 ? options->inv_freq[f] : 0;
+            double angle = (t - (KV_PAGE_TOKENS - 1) / 2.0) * turn;
+
+            ret[(f * 2) * KV_PAGE_TOKENS + t] = (float)cos(angle);
+            ret[(f * 2 + 1) * KV_PAGE_TOKENS + t] = (float)sin(angle);
+        }
+}

@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention: construction.  Kernels for the options, buffers, tables. */
+
+#include "opencl/attend-internal.h"
+
+#include "quant/base/half.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#define TABLE_TIMEOUT_USEC 30000000
+
+Attend *attend_free(Attend *attend)
+{
+    if (!attend)
+        return NULL;
+    (void)gpu_kernel_free(attend->prepare);
+    (void)gpu_kernel_free(attend->pack);
+    (void)gpu_kernel_free(attend->tile);
+    (void)gpu_kernel_free(attend->fold);
+    (void)gpu_kernel_free(attend->finish);
+    (void)gpu_kernel_free(attend->commit);
+    (void)gpu_kernel_free(attend->refill);
+    (void)gpu_buffer_free(attend->operands);
+    (void)gpu_buffer_free(attend->state);
+    (void)gpu_buffer_free(attend->kept);
+    (void)gpu_buffer_free(attend->partials);
+    (void)gpu_buffer_free(attend->page_angles);
+    (void)gpu_buffer_free(attend->places);
+    (void)gpu_buffer_free(attend->scratch);
+    free(attend);
+    return NULL;
+}
+
+/* Query heads that share a read of the keys: all of a KV head up to four, else even shares of at most four. */
+static uint32_t columns(const KvShape *shape)
+{
+    uint32_t n_rep = shape->n_heads / shape->n_kv_heads, n_shares = (n_rep + 3) / 4;
+
+    return (n_rep + n_shares - 1) / n_shares;
+}
+
+/* The -D options of attend-common.cl.  Floats go as bits: no locale, no rounding. */
+static int format_options(const Attend *attend, char *buffer, size_t size)
+{
+    const AttendOptions *o = &attend->options;
+    const KvLayout *l = &attend->layout;
+    bool lanes = attend->kernels == ATTEND_KERNELS_LANES;
+    int form = o->form.kind == KV_FORM_F32 ? 0 : o->form.kind == KV_FORM_F16 ? 1 : 2, n;
+
+    n = snprintf(buffer, size,
+                 "-DHEAD_DIM=%u -DN_HEADS=%u -DN_KV=%u -DROT_HALF=%u -DFORM=%d -DK_BITS=%u -DV_BITS=%u -DN_GROUPS=%u -DTAIL_BITS=%u "
+                 "-DRECORD_BYTES=%u -DPAGE_BYTES=%u -DK_HIGH=%u -DV_OFFSET=%u -DV_HIGH=%u -DK_SCALE=%u -DV_SCALE=%u "
+                 "-DSCORE_SCALE=as_float(0x%08xu) -DLANES=%d -DW=%d -DCOLS=%u -DINTEGER=%d -DVNNI=%d",
+                 o->shape.head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, form, o->form.k_bits,
+                 o->form.v_bits, l->n_groups, o->tail_bits, l->record_bytes, l->page_bytes, l->k_high_offset, l->v_offset,
+                 l->v_high_offset, l->k_scale_offset, l->v_scale_offset, float_to_bits((float)(o->scale * M_LOG2E)),
+                 lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, columns(&o->shape), attend->kernels >= ATTEND_KERNELS_BW,
+                 attend->kernels == ATTEND_KERNELS_VNNI);
+    return n < 0 || (size_t)n >= size ? -EOVERFLOW : 0;
+}
+
+static int build_kernels(Attend *attend, ErrorDetail *reterr)
+{
+    static const char *const sources[] = {"attend-common.cl", "attend-prepare.cl", "attend-pack.cl", "attend-block.cl",
+                                          "attend-tile.cl",   "attend-tile-x86.cl", "attend-walk.cl", "attend-finish.cl"};
+    struct {
+        const char *name;
+        GpuKernel **kernel;
+    } kernels[] = {
+        {"attend_prepare", &attend->prepare}, {"attend_pack", &attend->pack},     {"attend_tile", &attend->tile},
+        {"attend_fold", &attend->fold},       {"attend_finish", &attend->finish}, {"attend_commit", &attend->commit},
+        {"attend_refill", &attend->refill},
+    };
+    GpuProgram *program;
+    char options[768];
+    int r;
+
+    r = format_options(attend, options, sizeof(options));
+    if (r)
+        return error_trace(r);
+    r = gpu_program_get(attend->gpu, sources, N_ELEMENTS(sources), options, &program, reterr);
+    for (size_t i = 0; !r && i < N_ELEMENTS(kernels); i++)
+        if (kernels[i].kernel != &attend->refill || attend->options.form.kind != KV_FORM_LEAT)
+            r = gpu_kernel_new(program, kernels[i].name, kernels[i].kernel, reterr);
+    return r;
+}
+
+static int allocate(Attend *attend, ErrorDetail *reterr)
+{
+    struct {
+        uint64_t bytes;
+        GpuBuffer **buffer;
+    } buffers[] = {
+        {attend->sizes.operands, &attend->operands}, {attend->sizes.state, &attend->state},
+        {attend->sizes.kept, &attend->kept},         {attend->sizes.partials, &attend->partials},
+        {attend->sizes.page_angles, &attend->page_angles}, {attend->sizes.places, &attend->places},
+        {attend->sizes.scratch, &attend->scratch},
+    };
+
+    for (size_t i = 0; i < N_ELEMENTS(buffers); i++)
+        if (buffers[i].bytes > 0) {
+            int r = gpu_buffer_new(attend->gpu, GPU_PURPOSE_ACTIVATIONS, buffers[i].bytes, buffers[i].buffer, reterr);
+
+            if (r)
+                return r;
+        }
+    return 0;
+}
+
+static int upload_table(Attend *attend, GpuBuffer *to, uint64_t bytes, const AttendOptions *options,
+                        void (*fill)(const AttendOptions *options, float *ret), ErrorDetail *reterr)
+{
+    _cleanup_(gpu_event_unrefp) GpuEvent *event = NULL;
+    _cleanup_(freep) float *table = NULL;
+    int r;
+
+    if (bytes == 0)
+        return 0;
+    table = malloc(bytes);
+    if (!table)
+        return error_origin(-ENOMEM);
+    fill(options, table);
+    r = gpu_upload(attend->gpu, GPU_QUEUE_COMPUTE, to, 0, table, bytes, GPU_WAIT_NONE, "attend_table", &event);
+    if (r)
+        return error_trace(r);
+    return gpu_event_wait(attend->gpu, event, TABLE_TIMEOUT_USEC, reterr);
+}
+
+int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail *reterr)
+{
+    _cleanup_(attend_freep) Attend *attend = NULL;
+    int r;
+
+    attend = calloc(1, sizeof(*attend));
+    if (!attend)
+        return error_origin(-ENOMEM);
+    attend->gpu = gpu;
+    attend->options = *options;
+    attend->options.inv_freq = NULL;
+    r = attend_choose(gpu_info(gpu), options, &attend->kernels, &attend->layout, reterr);
+    if (!r)
+        r = attend_sizes(options, attend->kernels, &attend->sizes, reterr);
+    if (!r)
+        r = build_kernels(attend, reterr);
+    if (!r)
+        r = allocate(attend, reterr);
+    if (!r)
+        r = upload_table(attend, attend->page_angles, attend->sizes.page_angles, options, attend_fill_page_angles, reterr);
+    if (!r)
+        r = upload_table(attend, attend->places, attend->sizes.places, options, attend_fill_places, reterr);
+    if (r)
+        return r;
+    *ret = TAKE_PTR(attend);
+    return 0;
+}

@@ -1,0 +1,305 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Attention, common part: lanes and vectors, halves, 2^x, the layout of operands, and how partial results fold.
+ *
+ * Two shapes of the same code:
+ *   CPU devices  LANES 1, W 16: a work-group is one work-item whose vectors hold 16 tokens or 16 dims; no local memory, no barriers.
+ *   others       LANES 32, W 1: a work-group is 32 work-items; a lane is a token of a page, or a dim.
+ * LANE counts vectors: FOR_LANES(i, n) visits the n vectors of a page or head that belong to this work-item.
+ *
+ * Every product that feeds a sum is an explicit fma and contraction is off: the bits do not depend on what a compiler inlines where.
+ *
+ * -D options: HEAD_DIM, N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat), K_BITS, V_BITS, N_GROUPS, TAIL_BITS,
+ * record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES, K_HIGH, V_OFFSET, V_HIGH, K_SCALE, V_SCALE), SCORE_SCALE (of scores,
+ * times log2 e), LANES, W, COLS (query heads that share a read of the keys), INTEGER (0 or 1), VNNI (0 or 1).
+ */
+
+#pragma OPENCL FP_CONTRACT OFF
+
+#ifndef HEAD_DIM
+#define HEAD_DIM     64
+#define N_HEADS      9
+#define N_KV         3
+#define ROT_HALF     32
+#define FORM         2
+#define K_BITS       5
+#define V_BITS       4
+#define N_GROUPS     1
+#define TAIL_BITS    16
+#define RECORD_BYTES 2432
+#define PAGE_BYTES   7296
+#define K_HIGH       1024
+#define V_OFFSET     1280
+#define V_HIGH       2304
+#define K_SCALE      2304
+#define V_SCALE      2368
+#define SCORE_SCALE  0.18033688f
+#define LANES        1
+#define W            16
+#define COLS         3
+#define INTEGER      0
+#define VNNI         0
+#endif
+
+#define PAGE_TOKENS  32
+#define BLOCK_PAGES  8
+#define BLOCK_TOKENS (PAGE_TOKENS * BLOCK_PAGES)
+#define GROUP_DIMS   64
+#define SINK_TOKENS  4
+#define TAIL_TOKENS  64
+#define REF_FRESH    0x80000000u
+#define LEAT         (FORM == 2)
+#define N_REP        (N_HEADS / N_KV)
+#define N_SIDES      (N_GROUPS > 1 ? N_GROUPS : 1) /* copies of the weights, one per group of V scales */
+#define NEVER        (-1e30f)                     /* the score of a token that must not be seen */
+
+typedef struct { int row0, n_rows, pos0, n_packed, tail_slot, new_start, new_row0, reserved; } Group;
+typedef struct { int group, block, n_pages, reserved; uint pages[BLOCK_PAGES]; } Ref;
+typedef struct { int first_ref, n_refs; } Span;
+typedef struct { int tail_slot, page, new_start, new_row0; uint to; int reserved[3]; } Pack;
+
+#define AT(type, buffer, offset) ((const __global type *)((buffer) + (offset)))
+
+/* ---- vectors ------------------------------------------------------------------------------------------------------------ */
+
+#if W == 16
+typedef float16 vfloat;
+typedef int16 vint;
+typedef uint16 vuint;
+#define AS_VFLOAT     as_float16
+#define AS_VINT       as_int16
+#define AS_VUINT      as_uint16
+#define TO_VFLOAT     convert_float16
+#define TO_VINT       convert_int16
+#define VLOAD(p)      vload16(0, p)
+#define VSTORE(x, p)  vstore16(x, 0, p)
+#else
+typedef float vfloat;
+typedef int vint;
+typedef uint vuint;
+#define AS_VFLOAT     as_float
+#define AS_VINT       as_int
+#define AS_VUINT      as_uint
+#define TO_VFLOAT     convert_float
+#define TO_VINT       convert_int
+#define VLOAD(p)      (*(p))
+#define VSTORE(x, p)  (*(p) = (x))
+#endif
+
+#if LANES == 1
+#define LANE          0
+#define SHARED        __private
+#define SHARED_SYNC() do { } while (0)
+#else
+#define LANE          ((int)get_local_id(0))
+#define SHARED        __local
+#define SHARED_SYNC() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
+#endif
+#define FOR_LANES(i, n) for (int i = LANE; i < (n); i += LANES)
+#define PER_LANE(n)     (((n) + LANES - 1) / LANES)
+
+/* Sum and largest of one vector, in a fixed tree. */
+static inline float vector_sum(vfloat x)
+{
+#if W == 16
+    float8 a = x.lo + x.hi;
+    float4 b = a.lo + a.hi;
+    float2 c = b.lo + b.hi;
+    return c.x + c.y;
+#else
+    return x;
+#endif
+}
+
+static inline float vector_max(vfloat x)
+{
+#if W == 16
+    float8 a = x.lo > x.hi ? x.lo : x.hi;
+    float4 b = a.lo > a.hi ? a.lo : a.hi;
+    float2 c = b.lo > b.hi ? b.lo : b.hi;
+    return c.x > c.y ? c.x : c.y;
+#else
+    return x;
+#endif
+}
+
+/* 2^x to 2e-7 for x <= 127; exactly 0 below 2^-125.  The body is the same for one float and for a vector. */
+#define EXP2_BODY(F, AS_F, AS_I)                                                                                          \
+    F clamped = x > -125.0f ? x : (F)(-125.0f);                                                                           \
+    F shifted = clamped + 12582912.0f; /* 1.5 * 2^23: rounds to an integer, which its low bits hold */                    \
+    F rest = clamped - (shifted - 12582912.0f);                                                                           \
+    F p = fma((F)(1.5403530e-4f), rest, (F)(1.3333558e-3f));                                                              \
+    p = fma(p, rest, (F)(9.6181291e-3f));                                                                                 \
+    p = fma(p, rest, (F)(5.5504109e-2f));                                                                                 \
+    p = fma(p, rest, (F)(2.4022651e-1f));                                                                                 \
+    p = fma(p, rest, (F)(6.9314718e-1f));                                                                                 \
+    p = fma(p, rest, (F)(1.0f));                                                                                          \
+    p = AS_F(AS_I(p) + (AS_I(shifted) << 23));                                                                            \
+    return x > -125.0f ? p : (F)(0.0f);
+
+static inline float exp2_one(float x)
+{
+    EXP2_BODY(float, as_float, as_int)
+}
+
+static inline vfloat exp2_vector(vfloat x)
+{
+    EXP2_BODY(vfloat, AS_VFLOAT, AS_VINT)
+}
+
+/* ---- halves ------------------------------------------------------------------------------------------------------------- */
+
+#if W == 16 && defined(__AVX512F__)
+typedef short Short16 __attribute__((vector_size(32)));
+typedef float Float16 __attribute__((vector_size(64)));
+#elif W == 16 && defined(__F16C__)
+typedef short Short8 __attribute__((vector_size(16)));
+typedef float Float8 __attribute__((vector_size(32)));
+#endif
+
+/* W halves from element @index on.  PoCL's vload_half is soft code, hence the builtins. */
+static inline vfloat half_load(const __global uchar *base, size_t index)
+{
+#if W == 16 && defined(__AVX512F__)
+    short16 bits = vload16(0, (const __global short *)base + index);
+    Float16 zero = __builtin_astype((float16)(0.0f), Float16);
+    return __builtin_astype(__builtin_ia32_vcvtph2ps512_mask(__builtin_astype(bits, Short16), zero, (ushort)-1, 4), float16);
+#elif W == 16 && defined(__F16C__)
+    short16 bits = vload16(0, (const __global short *)base + index);
+    float8 low = __builtin_astype(__builtin_ia32_vcvtph2ps256(__builtin_astype(bits.lo, Short8)), float8);
+    float8 high = __builtin_astype(__builtin_ia32_vcvtph2ps256(__builtin_astype(bits.hi, Short8)), float8);
+    return (float16)(low, high);
+#elif W == 16
+    return vload_half16(0, (const __global half *)base + index);
+#else
+    return vload_half(index, (const __global half *)base);
+#endif
+}
+
+/* Rounds to nearest even, as half_from_float() of quant/base/half.h. */
+static inline void half_store(vfloat x, __global uchar *base, size_t index)
+{
+#if W == 16 && defined(__AVX512F__)
+    Short16 none = __builtin_astype((short16)(0), Short16);
+    Short16 bits = (Short16)__builtin_ia32_vcvtps2ph512_mask(__builtin_astype(x, Float16), 0, none, (ushort)-1);
+    vstore16(__builtin_astype(bits, short16), 0, (__global short *)base + index);
+#elif W == 16 && defined(__F16C__)
+    vstore8(__builtin_astype(__builtin_ia32_vcvtps2ph256(__builtin_astype(x.lo, Float8), 0), short8), 0,
+            (__global short *)base + index);
+    vstore8(__builtin_astype(__builtin_ia32_vcvtps2ph256(__builtin_astype(x.hi, Float8), 0), short8), 0,
+            (__global short *)base + index + 8);
+#elif W == 16
+    vstore_half16_rte(x, 0, (__global half *)base + index);
+#else
+    vstore_half_rte(x, index, (__global half *)base);
+#endif
+}
+
+/* Elements of `new` and of the tail. */
+#define TAIL_BYTES (TAIL_BITS / 8)
+static inline vfloat tail_load(const __global uchar *base, size_t index)
+{
+#if TAIL_BITS == 32
+    return VLOAD((const __global float *)base + index);
+#else
+    return half_load(base, index);
+#endif
+}
+
+static inline void tail_store(vfloat x, __global uchar *base, size_t index)
+{
+#if TAIL_BITS == 32
+    VSTORE(x, (__global float *)base + index);
+#else
+    half_store(x, base, index);
+#endif
+}
+
+/* ---- where things are ----------------------------------------------------------------------------------------------------- */
+
+/* `new`: K (n_rows, N_KV, HEAD_DIM), then V.  Element index of a row's head; V starts at @n_rows rows. */
+static inline size_t new_index(int row, int kv_head)
+{
+    return ((size_t)row * N_KV + kv_head) * HEAD_DIM;
+}
+
+/* The tail of one slot: ring, then sinks; K, then V. */
+#define TAIL_SIDE ((size_t)(TAIL_TOKENS + SINK_TOKENS) * N_KV * HEAD_DIM)
+static inline size_t tail_index(int place, int kv_head)
+{
+    return ((size_t)place * N_KV + kv_head) * HEAD_DIM;
+}
+
+/* What prepare leaves for each (row, head), in floats:
+ *   [0, D)              the query after RoPE, times SCORE_SCALE, for keys in full precision
+ *   leat: [D, 2D)       its Hadamard rotation; with INTEGER [D, 3D/2): int (HEAD_DIM / 4, 2), four signed bytes of the high, then of the
+ *                       low part of code = 128 high + low
+ *   [OP_COS, +ROT_PAD)  C_f and [OP_SIN, +ROT_PAD) S_f of the mean's term (quant/kv-codec.h), zero in the padding
+ *   OP_CONST            the mean's term of channels without RoPE
+ *   OP_SCALE + group    what one step of the integer codes is worth; OP_SUM + group: int sum of the codes */
+#define ROT_PAD   ((ROT_HALF + 15) / 16 * 16)
+#define OP_COS    (2 * HEAD_DIM)
+#define OP_SIN    (OP_COS + ROT_PAD)
+#define OP_CONST  (OP_SIN + ROT_PAD)
+#define OP_SCALE  (OP_CONST + 1)
+#define OP_SUM    (OP_SCALE + N_GROUPS)
+#define OP_FLOATS (LEAT ? (OP_SUM + N_GROUPS + 15) / 16 * 16 : HEAD_DIM)
+
+/* A partial result or state of one (row, head): acc (HEAD_DIM), then m (reference), then l (sum of weights relative to 2^m). */
+#define STATE_FLOATS (HEAD_DIM + 2)
+
+/* Merging partial (m, l, acc) into (M, L, A): both get a factor.  One formula everywhere, so that every launch shape gives the
+ * same bits. */
+typedef struct { float m, old_factor, new_factor; } Fold;
+
+static inline Fold fold_begin(float old_m, float new_m)
+{
+    Fold fold;
+
+    fold.m = old_m > new_m ? old_m : new_m;
+    fold.old_factor = exp2_one(old_m - fold.m);
+    fold.new_factor = exp2_one(new_m - fold.m);
+    return fold;
+}
+
+static inline vfloat fold_vector(Fold fold, vfloat old, vfloat x)
+{
+    return fma(x, (vfloat)(fold.new_factor), old * fold.old_factor);
+}
+
+static inline float fold_one(Fold fold, float old, float x)
+{
+    return fma(x, fold.new_factor, old * fold.old_factor);
+}
+
+/* Work-item range [first, last) of @n units. */
+static inline int unit_begin(int n)
+{
+    return (int)((long)n * get_group_id(0) / get_num_groups(0));
+}
+
+static inline int unit_end(int n)
+{
+    return (int)((long)n * (get_group_id(0) + 1) / get_num_groups(0));
+}
+
+/* The group of a row; groups are in row order. */
+static inline int group_of_row(const __global Group *groups, int n_groups, int row)
+{
+    int g = 0;
+
+    while (g + 1 < n_groups && groups[g + 1].row0 <= row)
+        g++;
+    return g;
+}
+
+static inline bool same_sequence(const __global Group *a, const __global Group *b)
+{
+    return a->new_row0 == b->new_row0 && a->tail_slot == b->tail_slot;
+}
+
+/* Whether group @g holds all rows of its sequence: then nobody in the pass needs the ring places that its rows will take. */
+static inline bool group_is_alone(const __global Group *groups, int n_groups, int g)
+{
+    return !(g > 0 && same_sequence(groups + g - 1, groups + g)) && !(g + 1 < n_groups && same_sequence(groups + g, groups + g + 1));
+}

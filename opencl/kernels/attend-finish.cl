@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The end of a layer's attention: merges what is pending of a split tile, turns the packed part back (kv-codec.h: H^T acc + u l), adds
+ * the part in full precision (sinks, ring, new rows), normalises, and commits new rows of sequences that have one group.
+ */
+
+#define TAIL_MOST   (TAIL_TOKENS + SINK_TOKENS)
+#define TAIL_PADDED ((TAIL_MOST + 15) / 16 * 16)
+#define FINISH_SHARED_FLOATS (COLS * TAIL_PADDED + HEAD_DIM)
+
+typedef struct {
+    int n_sinks, first, n; /* sinks, then positions from `first` on */
+    int new_start, new_row0, n_rows, kv_head;
+    const __global uchar *kept, *tail;
+} Tail;
+
+typedef struct { const __global uchar *base; size_t k, v; } TailToken;
+
+static inline TailToken tail_token(const Tail *t, int i)
+{
+    const bool is_sink = i < t->n_sinks;
+    const int position = is_sink ? i : t->first + i - t->n_sinks;
+
+    if (position >= t->new_start) {
+        const int row = t->new_row0 + position - t->new_start;
+
+        return (TailToken){t->kept, new_index(row, t->kv_head), new_index(t->n_rows + row, t->kv_head)};
+    }
+    const size_t at = tail_index(is_sink ? TAIL_TOKENS + position : position % TAIL_TOKENS, t->kv_head);
+
+    return (TailToken){t->tail, at, TAIL_SIDE + at};
+}
+
+/* Scores of the tail's tokens, (COLS, TAIL_PADDED); padding is never seen. */
+static inline void tail_scores(const Tail *t, const Columns *columns, SHARED float *scores)
+{
+    FOR_LANES(i, t->n) {
+        const TailToken token = tail_token(t, i);
+        vfloat sum[COLS];
+
+        for (int c = 0; c < COLS; c++)
+            sum[c] = 0.0f;
+        for (int d = 0; d < HEAD_DIM; d += W) {
+            vfloat k = tail_load(token.base, token.k + d);
+
+            for (int c = 0; c < COLS; c++)
+                sum[c] = fma(k, VLOAD(columns->operand[c] + d), sum[c]);
+        }
+        for (int c = 0; c < COLS; c++)
+            scores[c * TAIL_PADDED + i] = vector_sum(sum[c]);
+    }
+    for (int i = t->n + LANE; i < TAIL_PADDED; i += LANES)
+        for (int c = 0; c < COLS; c++)
+            scores[c * TAIL_PADDED + i] = NEVER;
+    SHARED_SYNC();
+}
+
+/* Every lane walks all of them: 80 values. */
+static inline float tail_weights(SHARED float *scores, float *ret_m)
+{
+    vfloat largest = NEVER, l = 0.0f;
+    float m;
+
+    for (int i = 0; i < TAIL_PADDED; i += W) {
+        vfloat x = VLOAD(scores + i);
+
+        largest = x > largest ? x : largest;
+    }
+    m = vector_max(largest);
+    SHARED_SYNC();
+    FOR_LANES(i, TAIL_PADDED / W)
+        VSTORE(exp2_vector(VLOAD(scores + i * W) - m), scores + i * W);
+    SHARED_SYNC();
+    for (int i = 0; i < TAIL_PADDED; i += W)
+        l += VLOAD(scores + i);
+    *ret_m = m;
+    return vector_sum(l);
+}
+
+static inline void tail_values(const Tail *t, const SHARED float *weights, vfloat acc[COLS][PER_LANE(HEAD_DIM / W)])
+{
+    int n = 0;
+
+    FOR_LANES(i, HEAD_DIM / W) {
+        for (int c = 0; c < COLS; c++)
+            acc[c][n] = 0.0f;
+        for (int token = 0; token < t->n; token++) {
+            const TailToken from = tail_token(t, token);
+            vfloat value = tail_load(from.base, from.v + i * W);
+
+            for (int c = 0; c < COLS; c++)
+                acc[c][n] = fma(value, (vfloat)(weights[c * TAIL_PADDED + token]), acc[c][n]);
+        }
+        n++;
+    }
+}
+
+#if LEAT
+/* acc = H^T acc + u l */
+static inline void turn_back(vfloat acc[PER_LANE(HEAD_DIM / W)], float l, const __global float *mean, SHARED float *slots)
+{
+#if W == 16
+    hadamard(acc);
+#else
+    int n = 0;
+
+    FOR_LANES(d, HEAD_DIM)
+        slots[d] = acc[n++];
+    SHARED_SYNC();
+    n = 0;
+    FOR_LANES(d, HEAD_DIM) {
+        int first = 0, block = 256;
+        float sum = 0.0f;
+
+        while (!(HEAD_DIM & block) || d >= first + block) {
+            first += HEAD_DIM & block;
+            block /= 2;
+        }
+        for (int i = 0; i < block; i++)
+            sum += popcount(i & (d - first)) & 1 ? -slots[first + i] : slots[first + i];
+        acc[n++] = sum * hadamard_scale(block);
+    }
+    SHARED_SYNC();
+#endif
+    int k = 0;
+
+    FOR_LANES(i, HEAD_DIM / W) {
+        acc[k] = fma(VLOAD(mean + i * W), (vfloat)(l), acc[k]);
+        k++;
+    }
+}
+#endif
+
+/* A unit is a (row, KV head). */
+__kernel void attend_finish(int n_rows, int n_groups, const __global uchar *group_buffer, ulong groups_offset, int pending,
+                            int ref_rows, const __global uchar *span_buffer, ulong spans_offset, const __global float *partials,
+                            __global float *states, const __global float *operands, const __global uchar *calibration,
+                            ulong calibration_offset, const __global uchar *kept, __global uchar *tails, ulong tail_offset,
+                            ulong tail_stride, __global float *out)
+{
+    SHARED float shared[FINISH_SHARED_FLOATS] __attribute__((aligned(64)));
+    const __global Group *groups = AT(Group, group_buffer, groups_offset);
+    const int n = n_rows * N_KV;
+
+    for (int unit = unit_begin(n); unit < unit_end(n); unit++) {
+        const int row = unit / N_KV, kv_head = unit % N_KV, g = group_of_row(groups, n_groups, row);
+        const __global Group *group = groups + g;
+        const int position = group->pos0 + row - group->row0;
+        __global uchar *tail = tails + tail_offset + group->tail_slot * tail_stride;
+        Tail t = {group->n_packed > 0 ? SINK_TOKENS : 0, group->n_packed * PAGE_TOKENS, 0, group->new_start, group->new_row0,
+                  n_rows, kv_head, kept, tail};
+
+        t.n = t.n_sinks + position - t.first + 1;
+        for (int first = 0; first < N_REP; first += COLS) {
+            Columns columns;
+            vfloat tail_acc[COLS][PER_LANE(HEAD_DIM / W)];
+
+            for (int c = 0; c < COLS; c++)
+                columns.operand[c] = operands + ((size_t)row * N_HEADS + kv_head * N_REP + min(first + c, N_REP - 1)) * OP_FLOATS;
+            tail_scores(&t, &columns, shared);
+            float tail_m[COLS], tail_l[COLS];
+
+            for (int c = 0; c < COLS; c++)
+                tail_l[c] = tail_weights(shared + c * TAIL_PADDED, &tail_m[c]);
+            tail_values(&t, shared, tail_acc);
+            for (int c = 0; c < COLS && first + c < N_REP; c++) {
+                const int head = kv_head * N_REP + first + c;
+                __global float *to = out + ((size_t)row * N_HEADS + head) * HEAD_DIM;
+                vfloat acc[PER_LANE(HEAD_DIM / W)];
+                float m, l;
+                int k = 0;
+
+                state_load(states + ((size_t)row * N_HEADS + head) * STATE_FLOATS, &m, &l, acc);
+                if (pending)
+                    fold_partials(AT(Span, span_buffer, spans_offset)[g], ref_rows, row - group->row0, head, partials, &m, &l, acc);
+#if LEAT
+                turn_back(acc, l, AT(float, calibration, calibration_offset) + (N_KV + kv_head) * HEAD_DIM,
+                          shared + COLS * TAIL_PADDED);
+#endif
+                const Fold fold = fold_begin(m, tail_m[c]);
+                const float inverse = 1.0f / fold_one(fold, l, tail_l[c]);
+
+                FOR_LANES(i, HEAD_DIM / W) {
+                    VSTORE(fold_vector(fold, acc[k], tail_acc[c][k]) * inverse, to + i * W);
+                    k++;
+                }
+            }
+            SHARED_SYNC();
+        }
+        if (group_is_alone(groups, n_groups, g))
+            commit_row(kept, n_rows, row, position, kv_head, true, tail);
+    }
+}

@@ -1,0 +1,266 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Before and after a layer's attention: RoPE, query operands, new keys and values; commit to the tail ring; refill from pages.
+ * Layouts: attend.h, attend-common.cl.
+ */
+
+/* ---- rotation: kv_hadamard() of quant/kv-codec.c -------------------------------------------------------------------------- */
+
+#define HEAD_VECTORS (HEAD_DIM / 16)
+
+/* Steps of 1, 2, 4 and 8 inside a vector: x' = (a + b, a - b). */
+static inline float16 hadamard_inside(float16 x)
+{
+    const float16 s1 = (float16)(1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1);
+    const float16 s2 = (float16)(1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1);
+    const float16 s4 = (float16)(1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1);
+    const float16 s8 = (float16)(1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1);
+
+    x = fma(x, s1, x.s1032547698badcfe);
+    x = fma(x, s2, x.s23016745ab89efcd);
+    x = fma(x, s4, x.s45670123cdef89ab);
+    return fma(x, s8, x.s89abcdef01234567);
+}
+
+static inline float hadamard_scale(int n)
+{
+    return n == 16 ? 0.25f : n == 32 ? 0.70710678118654752440f * 0.25f : n == 64 ? 0.125f
+           : n == 128 ? 0.70710678118654752440f * 0.125f : 0.0625f;
+}
+
+static inline void hadamard(float16 x[HEAD_VECTORS])
+{
+    int first = 0, left = HEAD_DIM;
+
+    for (int block = 256; block >= 16; block /= 2) {
+        if (!(left & block))
+            continue;
+        int n = block / 16;
+
+        for (int i = first; i < first + n; i++)
+            x[i] = hadamard_inside(x[i]);
+        for (int step = 1; step < n; step *= 2)
+            for (int base = first; base < first + n; base += 2 * step)
+                for (int i = base; i < base + step; i++) {
+                    float16 a = x[i], b = x[i + step];
+
+                    x[i] = a + b;
+                    x[i + step] = a - b;
+                }
+        for (int i = first; i < first + n; i++)
+            x[i] *= hadamard_scale(block);
+        first += n;
+        left -= block;
+    }
+}
+
+/* ---- prepare ---------------------------------------------------------------------------------------------------------------- */
+
+static inline void rope_turn(const __global float *x, const __global float *rope, float scale, float ret[HEAD_DIM])
+{
+    for (int f = 0; f < ROT_HALF; f++) {
+        float a = x[f] * scale, b = x[f + ROT_HALF] * scale, c = rope[2 * f], s = rope[2 * f + 1];
+
+        ret[f] = fma(a, c, -(b * s));
+        ret[f + ROT_HALF] = fma(b, c, a * s);
+    }
+    for (int d = 2 * ROT_HALF; d < HEAD_DIM; d++)
+        ret[d] = x[d] * scale;
+}
+
+#if LEAT
+/* C_f and S_f of the term that centring the keys took away. */
+static inline void mean_term(const float q[HEAD_DIM], const __global float *mean, __global float *operand)
+{
+    float steady = 0.0f;
+
+    for (int f = 0; f < ROT_PAD; f++) {
+        float c = 0.0f, s = 0.0f;
+
+        if (f < ROT_HALF) {
+            float qf = q[f], qg = q[f + ROT_HALF], mf = mean[f], mg = mean[f + ROT_HALF];
+
+            c = fma(qf, mf, qg * mg);
+            s = fma(qg, mf, -(qf * mg));
+        }
+        operand[OP_COS + f] = c;
+        operand[OP_SIN + f] = s;
+    }
+    for (int d = 2 * ROT_HALF; d < HEAD_DIM; d++)
+        steady = fma(q[d], mean[d], steady);
+    operand[OP_CONST] = steady;
+}
+
+#if INTEGER
+/* Codes of up to 63 * 128 + 63 in magnitude, so that high and low parts both fit -64..63: 8 bits alone cost 1.5 % of error. */
+#define QUERY_TOP 8127.0f
+static inline void query_codes(const float q[HEAD_DIM], __global float *operand)
+{
+    __global char *bytes = (__global char *)(operand + HEAD_DIM);
+
+    for (int group = 0; group < N_GROUPS; group++) {
+        int first = group * GROUP_DIMS, last = min(first + GROUP_DIMS, HEAD_DIM), sum = 0;
+        float largest = 0.0f, inverse;
+
+        for (int d = first; d < last; d++)
+            largest = fabs(q[d]) > largest ? fabs(q[d]) : largest;
+        largest = largest < 1e-30f ? 1e-30f : largest;
+        inverse = QUERY_TOP / largest;
+        for (int d = first; d < last; d++) {
+            int code = as_int(q[d] * inverse + 12582912.0f) - 0x4b400000, high = (code + 64) >> 7;
+
+            bytes[(d / 4 * 2) * 4 + d % 4] = (char)high;
+            bytes[(d / 4 * 2 + 1) * 4 + d % 4] = (char)(code - high * 128);
+            sum += code;
+        }
+        operand[OP_SCALE + group] = largest * (1.0f / QUERY_TOP);
+        operand[OP_SUM + group] = as_float(sum);
+    }
+}
+#endif
+#endif
+
+static inline void prepare_query(const __global float *x, const __global float *rope, const __global float *mean,
+                                 __global float *operand, __global float *state)
+{
+    float q[HEAD_DIM];
+
+    rope_turn(x, rope, SCORE_SCALE, q);
+    for (int d = 0; d < HEAD_DIM; d++)
+        operand[d] = q[d];
+#if LEAT
+    float16 rotated[HEAD_VECTORS];
+
+    mean_term(q, mean, operand);
+    for (int i = 0; i < HEAD_VECTORS; i++)
+        rotated[i] = vload16(i, q);
+    hadamard(rotated);
+#if INTEGER
+    for (int i = 0; i < HEAD_VECTORS; i++)
+        vstore16(rotated[i], i, q);
+    query_codes(q, operand);
+#else
+    for (int i = 0; i < HEAD_VECTORS; i++)
+        vstore16(rotated[i], i, operand + HEAD_DIM);
+#endif
+#endif
+    for (int d = 0; d < HEAD_DIM; d++)
+        state[d] = 0.0f;
+    state[HEAD_DIM] = NEVER;
+    state[HEAD_DIM + 1] = 0.0f;
+}
+
+static inline void prepare_new(const float x[HEAD_DIM], __global uchar *kept, size_t index)
+{
+    for (int d = 0; d < HEAD_DIM; d += W)
+        tail_store(VLOAD(x + d), kept, index + d);
+}
+
+/* One work-item a range of (row, head): query heads, key heads, value heads.  Any global size. */
+__kernel void attend_prepare(int n_rows, const __global float *qkv, const __global uchar *rope_buffer, ulong rope_offset,
+                             const __global uchar *calibration, ulong calibration_offset, __global float *operands,
+                             __global float *state, __global uchar *kept)
+{
+    const int heads = N_HEADS + 2 * N_KV;
+    const long n = (long)n_rows * heads;
+    const int first = (int)(n * get_global_id(0) / get_global_size(0)), last = (int)(n * (get_global_id(0) + 1) / get_global_size(0));
+    const __global float *mean = AT(float, calibration, calibration_offset);
+
+    for (int unit = first; unit < last; unit++) {
+        const int row = unit / heads, head = unit % heads;
+        const __global float *x = qkv + (size_t)unit * HEAD_DIM;
+        const __global float *rope = AT(float, rope_buffer, rope_offset) + (size_t)row * 2 * ROT_HALF;
+
+        if (head < N_HEADS) {
+            const size_t query = (size_t)row * N_HEADS + head;
+
+            prepare_query(x, rope, mean + head / N_REP * HEAD_DIM, operands + query * OP_FLOATS, state + query * STATE_FLOATS);
+        } else {
+            const int kv_head = (head - N_HEADS) % N_KV;
+            float y[HEAD_DIM];
+
+            if (head < N_HEADS + N_KV) {
+                rope_turn(x, rope, 1.0f, y);
+                prepare_new(y, kept, new_index(row, kv_head));
+            } else {
+                for (int d = 0; d < HEAD_DIM; d++)
+                    y[d] = x[d];
+                prepare_new(y, kept, new_index(n_rows + row, kv_head));
+            }
+        }
+    }
+}
+
+/* ---- tail ring ------------------------------------------------------------------------------------------------------------- */
+
+/* Copies one row's key and value of one head to a place of the tail. */
+static inline void tail_put(const __global uchar *kept, size_t k_from, size_t v_from, __global uchar *tail, int place, int kv_head)
+{
+    const size_t to = tail_index(place, kv_head);
+
+    FOR_LANES(i, HEAD_DIM / W) {
+        tail_store(tail_load(kept, k_from + i * W), tail, to + i * W);
+        tail_store(tail_load(kept, v_from + i * W), tail, TAIL_SIDE + to + i * W);
+    }
+}
+
+static inline void commit_row(const __global uchar *kept, int n_rows, int row, int position, int kv_head, bool ring, __global uchar *tail)
+{
+    const size_t k_from = new_index(row, kv_head), v_from = new_index(n_rows + row, kv_head);
+
+    if (ring)
+        tail_put(kept, k_from, v_from, tail, position % TAIL_TOKENS, kv_head);
+    if (position < SINK_TOKENS)
+        tail_put(kept, k_from, v_from, tail, TAIL_TOKENS + position, kv_head);
+}
+
+/* Sequences with several groups in the pass; those of one group were committed by attend_finish.  A unit is a (row, KV head). */
+__kernel void attend_commit(int n_rows, int n_groups, const __global uchar *group_buffer, ulong groups_offset,
+                            const __global uchar *kept, __global uchar *tails, ulong tail_offset, ulong tail_stride)
+{
+    const __global Group *groups = AT(Group, group_buffer, groups_offset);
+    const int n = n_rows * N_KV;
+
+    for (int unit = unit_begin(n); unit < unit_end(n); unit++) {
+        const int row = unit / N_KV, g = group_of_row(groups, n_groups, row), position = groups[g].pos0 + row - groups[g].row0;
+        int end = g;
+
+        if (group_is_alone(groups, n_groups, g))
+            continue;
+        while (end + 1 < n_groups && same_sequence(groups + g, groups + end + 1))
+            end++;
+        commit_row(kept, n_rows, row, position, unit % N_KV, position + TAIL_TOKENS >= groups[end].pos0 + groups[end].n_rows,
+                   tails + tail_offset + groups[g].tail_slot * tail_stride);
+    }
+}
+
+#if !LEAT
+/* One (pack, KV head) a unit: 32 positions of an unpacked page go to their ring places; those of page 0 also to the sinks. */
+__kernel void attend_refill(int n_packs, const __global uchar *pack_buffer, ulong packs_offset, const __global uchar *pages,
+                            ulong pages_offset, __global uchar *tails, ulong tail_offset, ulong tail_stride)
+{
+    const int n = n_packs * N_KV;
+
+    for (int unit = unit_begin(n); unit < unit_end(n); unit++) {
+        const __global Pack *pack = AT(Pack, pack_buffer, packs_offset) + unit / N_KV;
+        const int kv_head = unit % N_KV;
+        const __global uchar *record = pages + pages_offset + (size_t)pack->to * PAGE_BYTES + kv_head * RECORD_BYTES;
+        __global uchar *tail = tails + tail_offset + pack->tail_slot * tail_stride;
+
+        FOR_LANES(item, PAGE_TOKENS * HEAD_DIM) {
+            const int token = item / HEAD_DIM, d = item % HEAD_DIM, position = pack->page * PAGE_TOKENS + token;
+
+            for (int copy = 0; copy < (position < SINK_TOKENS ? 2 : 1); copy++) {
+                const size_t to = tail_index(copy ? TAIL_TOKENS + position : position % TAIL_TOKENS, kv_head) + d;
+#if TAIL_BITS == 32
+                ((__global uint *)tail)[to] = ((const __global uint *)record)[d * PAGE_TOKENS + token];
+                ((__global uint *)tail)[TAIL_SIDE + to] = ((const __global uint *)(record + V_OFFSET))[token * HEAD_DIM + d];
+#else
+                ((__global ushort *)tail)[to] = ((const __global ushort *)record)[d * PAGE_TOKENS + token];
+                ((__global ushort *)tail)[TAIL_SIDE + to] = ((const __global ushort *)(record + V_OFFSET))[token * HEAD_DIM + d];
+#endif
+            }
+        }
+    }
+}
+#endif

@@ -1,0 +1,255 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Blocks in float32, for every form and device: the C definition is quant/kv-codec.h (decode by kv_unpack_page()).
+ * Decoding is exact, so only sums round.
+ */
+
+#if !INTEGER
+
+/* K of W tokens times COLS queries, added to @score. */
+#if !LEAT
+static inline void block_dot(const __global uchar *record, int v, const Columns *columns, vfloat score[COLS])
+{
+    for (int d = 0; d < HEAD_DIM; d++) {
+#if FORM == 0
+        vfloat k = VLOAD((const __global float *)record + d * PAGE_TOKENS + v * W);
+#else
+        vfloat k = half_load(record, d * PAGE_TOKENS + v * W);
+#endif
+        for (int c = 0; c < COLS; c++)
+            score[c] = fma(k, (vfloat)(columns->operand[c][d]), score[c]);
+    }
+}
+#else
+/* Codes of dims d .. d + 3 in the bytes of @word. */
+static inline void dot_four(vuint word, int d, const vfloat scale[N_GROUPS], const Columns *columns, vfloat score[COLS])
+{
+    const vfloat one = scale[d / GROUP_DIMS], zero = one * (-0.5f * (float)((1 << K_BITS) - 1));
+
+    for (int e = 0; e < 4; e++) {
+        vfloat k = fma(TO_VFLOAT((word >> (8 * e)) & 255u), one, zero); /* exact: (code - middle) * scale has 20 bits */
+
+        for (int c = 0; c < COLS; c++)
+            score[c] = fma(k, (vfloat)(columns->operand[c][HEAD_DIM + d + e]), score[c]);
+    }
+}
+
+static inline void block_dot(const __global uchar *record, int v, const Columns *columns, vfloat score[COLS])
+{
+    const int place = v * W / 16 * 16 + v * W % 16;
+    const __global uint *words = (const __global uint *)record + place;
+    vfloat scale[N_GROUPS];
+
+    for (int group = 0; group < N_GROUPS; group++)
+        scale[group] = half_load(record + K_SCALE, group * PAGE_TOKENS + v * W);
+#if K_BITS == 8
+    for (int g = 0; g < HEAD_DIM / 4; g++)
+        dot_four(VLOAD(words + g * 32), 4 * g, scale, columns, score);
+#else
+    for (int g = 0; g < HEAD_DIM / 8; g++) {
+        vuint word = VLOAD(words + g * 32), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
+#if K_BITS == 5
+        const int low_plane = g, high_plane = HEAD_DIM / 8 + g;
+
+        low |= ((VLOAD(words + K_HIGH / 4 + low_plane / 8 * 32) >> (low_plane % 8)) & 0x01010101u) << 4;
+        high |= ((VLOAD(words + K_HIGH / 4 + high_plane / 8 * 32) >> (high_plane % 8)) & 0x01010101u) << 4;
+#endif
+        dot_four(low, 4 * g, scale, columns, score);
+        dot_four(high, HEAD_DIM / 2 + 4 * g, scale, columns, score);
+    }
+#endif
+}
+#endif
+
+/* Scores of the block, (COLS, BLOCK_TOKENS), and the largest that this lane saw of each column. */
+static inline void block_scores(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
+                                const Columns *columns, const __global float *page_angles, const __global float *places,
+                                SHARED float *scores, SHARED float *turned, vfloat largest[COLS])
+{
+    for (int c = 0; c < COLS; c++)
+        largest[c] = NEVER;
+    for (int p = 0; p < ref->n_pages; p++) {
+        const int page = ref->block * BLOCK_PAGES + p;
+        const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
+
+#if LEAT
+        mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, turned);
+        SHARED_SYNC();
+#if W == 16
+        float16 mean[COLS][2];
+        mean_scores(columns, turned, places, mean);
+#endif
+#endif
+        FOR_LANES(v, PAGE_TOKENS / W) {
+            vfloat score[COLS];
+
+            for (int c = 0; c < COLS; c++)
+#if LEAT && W == 16
+                score[c] = mean[c][v];
+#elif LEAT
+                score[c] = mean_score(columns->operand[c], turned + c * 2 * ROT_PAD, places, v);
+#else
+                score[c] = 0.0f;
+#endif
+            block_dot(record, v, columns, score);
+            for (int c = 0; c < COLS; c++) {
+                SHARED float *at = scores + c * BLOCK_TOKENS + p * PAGE_TOKENS + v * W;
+
+                VSTORE(score[c], at);
+                if (page == 0 && v == 0)
+                    for (int sink = 0; sink < SINK_TOKENS && sink < W; sink++)
+                        at[sink] = NEVER;
+#if W == 1
+                if (page == 0 && v < SINK_TOKENS)
+                    at[0] = NEVER;
+#endif
+                score[c] = VLOAD(at);
+                largest[c] = score[c] > largest[c] ? score[c] : largest[c];
+            }
+        }
+        SHARED_SYNC();
+    }
+}
+
+/* A column's value over all lanes, by a fixed order: everyone gets it. */
+#if LANES == 1
+#define ALL_LANES(name, pick)                                                                                             \
+    static inline float name(vfloat x, float *slots)                                                                      \
+    {                                                                                                                     \
+        return vector_##pick(x);                                                                                          \
+    }
+#else
+#define COMBINE_max(a, b) ((a) > (b) ? (a) : (b))
+#define COMBINE_sum(a, b) ((a) + (b))
+#define ALL_LANES(name, pick)                                                                                             \
+    static inline float name(vfloat x, __local float *slots)                                                              \
+    {                                                                                                                     \
+        float all;                                                                                                        \
+                                                                                                                          \
+        slots[LANE] = x;                                                                                                  \
+        SHARED_SYNC();                                                                                                    \
+        all = slots[0];                                                                                                   \
+        for (int i = 1; i < LANES; i++)                                                                                   \
+            all = COMBINE_##pick(all, slots[i]);                                                                          \
+        SHARED_SYNC();                                                                                                    \
+        return all;                                                                                                       \
+    }
+#endif
+ALL_LANES(all_lanes_max, max)
+ALL_LANES(all_lanes_sum, sum)
+
+/* Scores become weights, times the V scale of each group for leat: (N_SIDES, COLS, BLOCK_TOKENS). */
+static inline float block_weights(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head, int c,
+                                  float m, SHARED float *weights, SHARED float *slots)
+{
+    vfloat l = 0.0f;
+
+    for (int p = 0; p < ref->n_pages; p++)
+        FOR_LANES(v, PAGE_TOKENS / W) {
+            const int at = c * BLOCK_TOKENS + p * PAGE_TOKENS + v * W;
+            vfloat weight = exp2_vector(VLOAD(weights + at) - m);
+
+            l += weight;
+#if LEAT
+            const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
+
+            for (int side = 0; side < N_GROUPS; side++)
+                VSTORE(weight * half_load(record + V_SCALE, side * PAGE_TOKENS + v * W), weights + side * COLS * BLOCK_TOKENS + at);
+#else
+            VSTORE(weight, weights + at);
+#endif
+        }
+    return all_lanes_sum(l, slots);
+}
+
+/* Values of one vector of dims over a page, weighted, added to @acc. */
+#if !LEAT
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[COLS])
+{
+    for (int token = 0; token < PAGE_TOKENS; token++) {
+#if FORM == 0
+        vfloat value = VLOAD((const __global float *)(record + V_OFFSET) + token * HEAD_DIM + i * W);
+#else
+        vfloat value = half_load(record + V_OFFSET, token * HEAD_DIM + i * W);
+#endif
+        for (int c = 0; c < COLS; c++)
+            acc[c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token]), acc[c]);
+    }
+}
+#else
+static inline void values_four(vuint word, int token, const SHARED float *weights, vfloat acc[COLS])
+{
+    for (int e = 0; e < 4; e++) {
+        vfloat value = TO_VFLOAT((word >> (8 * e)) & 255u) - 0.5f * (float)((1 << V_BITS) - 1);
+
+        for (int c = 0; c < COLS; c++)
+            acc[c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token + e]), acc[c]);
+    }
+}
+
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[COLS])
+{
+    const int dim = i * W;
+    const SHARED float *side = weights + dim / GROUP_DIMS * COLS * BLOCK_TOKENS;
+#if V_BITS == 8
+    const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 128 + dim % 16;
+
+    for (int t = 0; t < 8; t++)
+        values_four(VLOAD(words + t * 16), 4 * t, side, acc);
+#else
+    const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 64 + dim % 16;
+#if V_BITS == 5
+    const vuint plane = VLOAD((const __global uint *)(record + V_HIGH) + dim / 16 * 16 + dim % 16);
+#endif
+
+    for (int t = 0; t < 4; t++) {
+        vuint word = VLOAD(words + t * 16), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
+#if V_BITS == 5
+        low |= ((plane >> t) & 0x01010101u) << 4;
+        high |= ((plane >> (t + 4)) & 0x01010101u) << 4;
+#endif
+        values_four(low, 4 * t, side, acc);
+        values_four(high, 16 + 4 * t, side, acc);
+    }
+#endif
+}
+#endif
+
+#define BLOCK_SHARED_FLOATS ((N_SIDES * COLS * BLOCK_TOKENS) + COLS * 2 * ROT_PAD + LANES)
+
+/* One block of one KV head for COLS columns.  @shared: BLOCK_SHARED_FLOATS. */
+static inline void attend_block(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
+                                const Columns *columns, const __global float *page_angles, const __global float *places,
+                                SHARED float *shared, __global uchar *scratch)
+{
+    SHARED float *weights = shared, *turned = weights + N_SIDES * COLS * BLOCK_TOKENS, *slots = turned + COLS * 2 * ROT_PAD;
+    vfloat largest[COLS], acc[PER_LANE(HEAD_DIM / W)][COLS];
+    float m[COLS], l[COLS];
+    int n = 0;
+
+    block_scores(ref, pages, fresh, kv_head, columns, page_angles, places, weights, turned, largest);
+    for (int c = 0; c < COLS; c++) {
+        m[c] = all_lanes_max(largest[c], slots);
+        l[c] = block_weights(ref, pages, fresh, kv_head, c, m[c], weights, slots);
+    }
+    FOR_LANES(i, HEAD_DIM / W) {
+        vfloat sum[COLS];
+
+        for (int c = 0; c < COLS; c++)
+            sum[c] = 0.0f;
+        for (int p = 0; p < ref->n_pages; p++)
+            block_values(block_record(pages, fresh, ref->pages[p], kv_head), i, weights + p * PAGE_TOKENS, sum);
+        for (int c = 0; c < COLS; c++)
+            acc[n][c] = sum[c];
+        n++;
+    }
+    for (int c = 0; c < COLS; c++) {
+        vfloat mine[PER_LANE(HEAD_DIM / W)];
+
+        for (int i = 0; i < n; i++)
+            mine[i] = acc[i][c];
+        block_emit(columns, c, m[c], l[c], mine);
+    }
+    SHARED_SYNC();
+}
+#endif

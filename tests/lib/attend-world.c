@@ -1,0 +1,570 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A small cache around opencl/attend.h, and the answer in double precision (attend-world.h). */
+
+#include "tests/lib/attend-world.h"
+
+#include "opencl/attend-internal.h"
+#include "quant/base/half.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define WAIT_USEC     60000000
+#define PAGES_OFFSET  4096 /* offsets that a kernel must not forget */
+#define INPUT_OFFSET  256
+#define TAIL_OFFSET   128
+#define INPUT_BYTES   (8u << 20)
+
+typedef struct Sequence {
+    uint32_t length, n_packed;
+    float *k, *v;     /* (max_tokens, n_kv_heads, head_dim) after RoPE, rounded to the tail's width */
+    uint32_t *arena;  /* (pages): page index */
+} Sequence;
+
+struct World {
+    Gpu *gpu;
+    WorldOptions options;
+    Attend *attend;
+    KvLayout layout;
+    uint32_t max_pages, n_arena;
+    float *inv_freq, *calibration; /* K mean, V mean */
+    uint8_t *packed;               /* (arena): pages as C packs them */
+    Sequence sequences[WORLD_MAX_SEQUENCES];
+    GpuBuffer *pages, *fresh, *tail, *input, *qkv, *out, *means;
+    uint8_t *staging;              /* INPUT_BYTES */
+    uint64_t tail_bytes;           /* one slot */
+};
+
+/* ---- made-up numbers -------------------------------------------------------------------------------------------------------- */
+
+float world_uniform(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t e)
+{
+    uint32_t in[] = {a, b, c, d, e}, x = 2166136261u;
+
+    for (size_t i = 0; i < N_ELEMENTS(in); i++) {
+        x = (x ^ in[i]) * 0x9e3779b1u;
+        x ^= x >> 15;
+        x *= 0x85ebca77u;
+        x ^= x >> 13;
+    }
+    return (float)(x >> 8) * 0x1p-24f;
+}
+
+float world_gaussian(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t e)
+{
+    float u = world_uniform(a, b, c, d, e) + 0x1p-25f, v = world_uniform(a, b, c, d, e ^ 0x5bd1e995u);
+
+    return sqrtf(-2.0f * logf(u)) * cosf(6.2831853f * v);
+}
+
+static void *zeroed(size_t n, size_t size)
+{
+    void *memory = calloc(n, size);
+
+    assert_non_null(memory);
+    return memory;
+}
+
+static GpuBuffer *buffer(World *w, uint64_t bytes)
+{
+    GpuBuffer *b = NULL;
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+    if (gpu_buffer_new(w->gpu, GPU_PURPOSE_OTHER, bytes, &b, &detail))
+        fail_msg("%s", detail.text);
+    assert_int_equal(gpu_fill_zero(w->gpu, GPU_QUEUE_COMPUTE, b, 0, bytes), 0);
+    return b;
+}
+
+static void finish(World *w)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+    if (gpu_drain(w->gpu, WAIT_USEC, &detail))
+        fail_msg("%s", detail.text);
+}
+
+static void upload(World *w, GpuBuffer *to, uint64_t offset, const void *from, uint64_t bytes)
+{
+    assert_int_equal(gpu_upload(w->gpu, GPU_QUEUE_COMPUTE, to, offset, from, bytes, GPU_WAIT_NONE, "test", NULL), 0);
+    finish(w);
+}
+
+/* ---- life --------------------------------------------------------------------------------------------------------------------- */
+
+World *world_free(World *w)
+{
+    GpuBuffer *buffers[] = {w->pages, w->fresh, w->tail, w->input, w->qkv, w->out, w->means};
+
+    (void)attend_free(w->attend);
+    for (size_t i = 0; i < N_ELEMENTS(buffers); i++)
+        (void)gpu_buffer_free(buffers[i]);
+    for (size_t i = 0; i < WORLD_MAX_SEQUENCES; i++) {
+        free(w->sequences[i].k);
+        free(w->sequences[i].v);
+        free(w->sequences[i].arena);
+    }
+    free(w->inv_freq);
+    free(w->calibration);
+    free(w->packed);
+    free(w->staging);
+    free(w);
+    return NULL;
+}
+
+static void make_buffers(World *w)
+{
+    const KvShape *s = &w->options.attend.shape;
+    uint64_t rows = w->options.attend.max_rows, side = (uint64_t)s->n_kv_heads * s->head_dim;
+
+    w->tail_bytes = (uint64_t)(KV_TAIL_TOKENS + KV_SINK_TOKENS) * 2 * side * (w->options.attend.tail_bits / 8);
+    w->pages = buffer(w, PAGES_OFFSET + (uint64_t)w->layout.page_bytes * w->max_pages * WORLD_MAX_SEQUENCES);
+    w->fresh = buffer(w, (uint64_t)w->layout.page_bytes * (rows / KV_PAGE_TOKENS + 2 + WORLD_MAX_SEQUENCES));
+    w->tail = buffer(w, TAIL_OFFSET + 2 * w->tail_bytes * WORLD_MAX_SEQUENCES);
+    w->input = buffer(w, INPUT_BYTES);
+    w->qkv = buffer(w, rows * (s->n_heads + 2 * s->n_kv_heads) * s->head_dim * sizeof(float));
+    w->out = buffer(w, rows * s->n_heads * s->head_dim * sizeof(float));
+    w->means = buffer(w, INPUT_OFFSET + 2 * side * sizeof(float));
+    upload(w, w->means, INPUT_OFFSET, w->calibration, 2 * side * sizeof(float));
+}
+
+World *world_new(Gpu *gpu, const WorldOptions *options)
+{
+    const KvShape *s = &options->attend.shape;
+    size_t side = (size_t)s->n_kv_heads * s->head_dim;
+    World *w = zeroed(1, sizeof(*w));
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+    w->gpu = gpu;
+    w->options = *options;
+    w->max_pages = (options->max_tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS + 1;
+    w->options.attend.max_pages = w->max_pages;
+    w->inv_freq = zeroed(s->rotary_dim / 2 + 1, sizeof(float));
+    for (uint32_t f = 0; f < s->rotary_dim / 2; f++)
+        w->inv_freq[f] = (float)pow(1e5, -2.0 * f / s->rotary_dim);
+    w->options.attend.inv_freq = w->inv_freq;
+    w->calibration = zeroed(2 * side, sizeof(float));
+    for (size_t i = 0; options->calibrated && i < 2 * side; i++)
+        w->calibration[i] = 0.8f * world_gaussian(77, 0, 0, 0, (uint32_t)i);
+    assert_int_equal(kv_layout(options->attend.form, s, &w->layout, NULL), 0);
+    w->packed = zeroed((size_t)w->max_pages * WORLD_MAX_SEQUENCES, w->layout.page_bytes);
+    w->staging = zeroed(1, INPUT_BYTES);
+    for (uint32_t i = 0; i < WORLD_MAX_SEQUENCES; i++) {
+        w->sequences[i].k = zeroed(options->max_tokens * side, sizeof(float));
+        w->sequences[i].v = zeroed(options->max_tokens * side, sizeof(float));
+        w->sequences[i].arena = zeroed(w->max_pages, sizeof(uint32_t));
+    }
+    if (attend_new(gpu, &w->options.attend, &w->attend, &detail))
+        fail_msg("%s", detail.text);
+    make_buffers(w);
+    return w;
+}
+
+uint32_t world_length(const World *w, uint32_t sequence)
+{
+    return w->sequences[sequence].length;
+}
+
+void world_set_tile_blocks(World *w, uint32_t tile_blocks)
+{
+    w->options.tile_blocks = tile_blocks;
+}
+
+AttendKernels world_kernels(const World *w)
+{
+    return w->attend->kernels;
+}
+
+/* ---- what C thinks of the new tokens ------------------------------------------------------------------------------------------------ */
+
+static float tail_round(const World *w, float x)
+{
+    return w->options.attend.tail_bits == 32 ? x : float_from_half(half_from_float(x));
+}
+
+/* The host's cos and sin of a row. */
+static void row_rope(const World *w, uint32_t position, float *ret)
+{
+    for (uint32_t f = 0; f < w->options.attend.shape.rotary_dim / 2; f++) {
+        ret[2 * f] = (float)cos((double)position * w->inv_freq[f]);
+        ret[2 * f + 1] = (float)sin((double)position * w->inv_freq[f]);
+    }
+}
+
+static void turn(const World *w, const float *rope, const float *x, float *ret)
+{
+    uint32_t half = w->options.attend.shape.rotary_dim / 2;
+
+    memcpy(ret, x, w->options.attend.shape.head_dim * sizeof(float));
+    for (uint32_t f = 0; f < half; f++) {
+        float a = x[f], b = x[f + half], c = rope[2 * f], s = rope[2 * f + 1];
+
+        ret[f] = fmaf(a, c, -(b * s));
+        ret[f + half] = fmaf(b, c, a * s);
+    }
+}
+
+/* Fills one row of qkv, and keeps its key and value as the tail will hold them. */
+static void make_row(World *w, uint32_t sequence, uint32_t position, float *qkv)
+{
+    const KvShape *s = &w->options.attend.shape;
+    float rope[256], x[256], y[256];
+    Sequence *q = &w->sequences[sequence];
+
+    row_rope(w, position, rope);
+    for (uint32_t head = 0; head < s->n_heads + 2 * s->n_kv_heads; head++) {
+        int what = head < s->n_heads ? 0 : head < s->n_heads + s->n_kv_heads ? 1 : 2;
+        uint32_t h = what == 0 ? head : (head - s->n_heads) % s->n_kv_heads;
+        size_t to = ((size_t)position * s->n_kv_heads + h) * s->head_dim;
+
+        for (uint32_t d = 0; d < s->head_dim; d++)
+            qkv[head * s->head_dim + d] = x[d] = w->options.value(what, sequence, position, h, d);
+        if (what == 1) {
+            turn(w, rope, x, y);
+            for (uint32_t d = 0; d < s->head_dim; d++)
+                q->k[to + d] = tail_round(w, y[d]);
+        } else if (what == 2) {
+            for (uint32_t d = 0; d < s->head_dim; d++)
+                q->v[to + d] = tail_round(w, x[d]);
+        }
+    }
+}
+
+/* The page as C packs it, with cosines put together from the two tables as the kernel does it. */
+static void pack_in_c(World *w, uint32_t sequence, uint32_t page, uint8_t *ret)
+{
+    const KvShape *s = &w->options.attend.shape;
+    size_t side = (size_t)s->n_kv_heads * s->head_dim, first = (size_t)page * KV_PAGE_TOKENS * side;
+    uint32_t half = s->rotary_dim / 2;
+    KvCalibration calibration = {w->calibration, w->calibration + side};
+    _cleanup_(freep) float *rope = zeroed((size_t)KV_PAGE_TOKENS * s->rotary_dim + 1, sizeof(float));
+
+    for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++)
+        for (uint32_t f = 0; f < half; f++) {
+            double turn_f = w->inv_freq[f], centre = page * 32.0 + 15.5, place = t - 15.5;
+            float pc = (float)cos(centre * turn_f), ps = (float)sin(centre * turn_f);
+            float c = (float)cos(place * turn_f), sn = (float)sin(place * turn_f);
+
+            rope[(t * half + f) * 2] = fmaf(c, pc, -(sn * ps));
+            rope[(t * half + f) * 2 + 1] = fmaf(c, ps, sn * pc);
+        }
+    kv_pack_page(w->options.attend.form, s, &calibration, rope, w->sequences[sequence].k + first, w->sequences[sequence].v + first,
+                 ret);
+}
+
+/* ---- passes ----------------------------------------------------------------------------------------------------------------------- */
+
+/* Everything the host writes for one pass, laid out in the staging area. */
+typedef struct Plan {
+    uint32_t n_rows, n_groups, n_packs, n_tiles, used;
+    AttendGroup *groups;
+    AttendPack *packs;
+    uint64_t rope_at, groups_at, packs_at;
+    uint64_t refs_at[64], spans_at[64];
+    uint32_t n_refs[64];
+    uint32_t pack_sequence[256];
+} Plan;
+
+static void *plan_room(World *w, Plan *p, size_t bytes, uint64_t *ret_at)
+{
+    *ret_at = p->used;
+    p->used = (uint32_t)((p->used + bytes + 63) / 64 * 64);
+    assert_true(p->used <= INPUT_BYTES);
+    return w->staging + *ret_at;
+}
+
+static void plan_groups(World *w, const WorldItem *items, uint32_t n_items, Plan *p)
+{
+    uint32_t row = 0;
+
+    for (uint32_t i = 0; i < n_items; i++)
+        p->n_rows += items[i].n_tokens;
+    p->groups = plan_room(w, p, p->n_rows * sizeof(AttendGroup), &p->groups_at);
+    for (uint32_t i = 0; i < n_items; i++) {
+        uint32_t start = w->sequences[items[i].sequence].length, end = start + items[i].n_tokens, row0 = row;
+
+        for (uint32_t pos = start; pos < end;) {
+            uint32_t page = pos / KV_PAGE_TOKENS, n = MIN(end, (page + 1) * KV_PAGE_TOKENS) - pos;
+
+            p->groups[p->n_groups++] = (AttendGroup){.row0 = (int32_t)row, .n_rows = (int32_t)n, .pos0 = (int32_t)pos,
+                                                     .n_packed = page > 0 ? (int32_t)page - 1 : 0,
+                                                     .tail_slot = (int32_t)items[i].sequence, .new_start = (int32_t)start,
+                                                     .new_row0 = (int32_t)row0};
+            pos += n;
+            row += n;
+        }
+    }
+}
+
+static void plan_packs(World *w, const WorldItem *items, uint32_t n_items, Plan *p)
+{
+    p->packs = plan_room(w, p, 256 * sizeof(AttendPack), &p->packs_at);
+    for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i++].n_tokens) {
+        Sequence *q = &w->sequences[items[i].sequence];
+        uint32_t last_page = (q->length + items[i].n_tokens - 1) / KV_PAGE_TOKENS;
+
+        for (uint32_t page = q->n_packed; page + 1 < last_page; page++) {
+            assert_true(p->n_packs < 256);
+            p->pack_sequence[p->n_packs] = items[i].sequence;
+            q->arena[page] = p->n_packs | ATTEND_REF_FRESH;
+            p->packs[p->n_packs] = (AttendPack){.tail_slot = (int32_t)items[i].sequence, .page = (int32_t)page,
+                                                .new_start = (int32_t)q->length, .new_row0 = (int32_t)row0, .to = p->n_packs};
+            p->n_packs++;
+        }
+    }
+}
+
+static void plan_tiles(World *w, Plan *p)
+{
+    uint32_t per_tile = w->options.tile_blocks ? w->options.tile_blocks : UINT32_MAX, most = 0;
+
+    for (uint32_t g = 0; g < p->n_groups; g++)
+        most = MAX(most, ((uint32_t)p->groups[g].n_packed + KV_BLOCK_PAGES - 1) / KV_BLOCK_PAGES);
+    for (uint32_t first = 0; first < most; first += MIN(per_tile, most)) {
+        uint32_t t = p->n_tiles++, end = MIN(most - first, per_tile) + first;
+        AttendSpan *spans = plan_room(w, p, p->n_groups * sizeof(*spans), &p->spans_at[t]);
+        AttendRef *refs = plan_room(w, p, 0, &p->refs_at[t]);
+
+        assert_true(t < 64);
+        for (uint32_t g = 0; g < p->n_groups; g++) {
+            spans[g].first_ref = (int32_t)p->n_refs[t];
+            for (uint32_t b = first; b < end && b * KV_BLOCK_PAGES < (uint32_t)p->groups[g].n_packed; b++) {
+                AttendRef *ref = &refs[p->n_refs[t]++];
+
+                *ref = (AttendRef){.group = (int32_t)g, .block = (int32_t)b};
+                for (uint32_t page = b * KV_BLOCK_PAGES; page < MIN((b + 1) * KV_BLOCK_PAGES, (uint32_t)p->groups[g].n_packed); page++)
+                    ref->pages[ref->n_pages++] = w->sequences[p->groups[g].tail_slot].arena[page];
+            }
+            spans[g].n_refs = (int32_t)p->n_refs[t] - spans[g].first_ref;
+        }
+        (void)plan_room(w, p, p->n_refs[t] * sizeof(AttendRef), &p->refs_at[63]);
+    }
+}
+
+static void plan_rows(World *w, Plan *p)
+{
+    const KvShape *s = &w->options.attend.shape;
+    size_t stride = (size_t)(s->n_heads + 2 * s->n_kv_heads) * s->head_dim;
+    _cleanup_(freep) float *qkv = zeroed(p->n_rows * stride, sizeof(float));
+    float *rope = plan_room(w, p, (size_t)p->n_rows * s->rotary_dim * sizeof(float), &p->rope_at);
+
+    for (uint32_t g = 0; g < p->n_groups; g++)
+        for (uint32_t i = 0; i < (uint32_t)p->groups[g].n_rows; i++) {
+            uint32_t row = (uint32_t)p->groups[g].row0 + i, position = (uint32_t)p->groups[g].pos0 + i;
+
+            make_row(w, (uint32_t)p->groups[g].tail_slot, position, qkv + row * stride);
+            row_rope(w, position, rope + (size_t)row * s->rotary_dim);
+        }
+    upload(w, w->qkv, 0, qkv, p->n_rows * stride * sizeof(float));
+    upload(w, w->input, INPUT_OFFSET, w->staging, p->used);
+}
+
+static void run(World *w, const Plan *p, uint32_t n_items)
+{
+    AttendPass pass = {p->n_rows, p->n_groups, w->input, INPUT_OFFSET + p->rope_at, w->input, INPUT_OFFSET + p->groups_at, n_items};
+    AttendLayer layer = {w->means, INPUT_OFFSET, w->tail, TAIL_OFFSET, 2 * w->tail_bytes};
+
+    assert_int_equal(attend_prepare(w->attend, &pass, &layer, w->qkv), 0);
+    if (p->n_packs > 0)
+        assert_int_equal(
+            attend_pack(w->attend, &pass, &layer, w->input, INPUT_OFFSET + p->packs_at, p->n_packs, w->fresh, NULL), 0);
+    for (uint32_t t = 0; t < p->n_tiles; t++) {
+        AttendTile tile = {w->pages, PAGES_OFFSET, w->fresh, w->input, INPUT_OFFSET + p->refs_at[t], w->input,
+                           INPUT_OFFSET + p->spans_at[t], p->n_refs[t]};
+
+        assert_int_equal(attend_tile(w->attend, &pass, &layer, &tile, GPU_WAIT_NONE, NULL), 0);
+    }
+    assert_int_equal(attend_finish(w->attend, &pass, &layer, w->out), 0);
+    assert_int_equal(attend_commit(w->attend, &pass, &layer), 0);
+    finish(w);
+}
+
+/* Pages go from `fresh` to the arena, after a look at every byte. */
+static void keep_packs(World *w, const Plan *p)
+{
+    _cleanup_(freep) uint8_t *bytes = malloc(w->layout.page_bytes);
+
+    assert_non_null(bytes);
+    for (uint32_t i = 0; i < p->n_packs; i++) {
+        Sequence *q = &w->sequences[p->pack_sequence[i]];
+        uint32_t page = (uint32_t)p->packs[i].page, to = w->n_arena++;
+        uint8_t *mine = w->packed + (size_t)to * w->layout.page_bytes;
+
+        assert_true(to < w->max_pages * WORLD_MAX_SEQUENCES);
+        pack_in_c(w, p->pack_sequence[i], page, mine);
+        assert_int_equal(gpu_download(w->gpu, GPU_QUEUE_COMPUTE, w->fresh, (uint64_t)i * w->layout.page_bytes, bytes,
+                                      w->layout.page_bytes, GPU_WAIT_NONE, "test", NULL),
+                         0);
+        finish(w);
+        for (uint32_t b = 0; b < w->layout.page_bytes; b++)
+            if (bytes[b] != mine[b])
+                fail_msg("page %u of sequence %u: byte %u of record %u is %02x, in C %02x", page, p->pack_sequence[i],
+                         b % w->layout.record_bytes, b / w->layout.record_bytes, bytes[b], mine[b]);
+        assert_int_equal(gpu_copy(w->gpu, GPU_QUEUE_COMPUTE, w->pages, PAGES_OFFSET + (uint64_t)to * w->layout.page_bytes, w->fresh,
+                                  (uint64_t)i * w->layout.page_bytes, w->layout.page_bytes, GPU_WAIT_NONE, "test", NULL),
+                         0);
+        q->arena[page] = to;
+        q->n_packed = page + 1;
+    }
+    finish(w);
+}
+
+void world_pass(World *w, const WorldItem *items, uint32_t n_items, float *ret_out)
+{
+    const KvShape *s = &w->options.attend.shape;
+    Plan p = {0};
+
+    plan_groups(w, items, n_items, &p);
+    plan_packs(w, items, n_items, &p);
+    plan_tiles(w, &p);
+    plan_rows(w, &p);
+    run(w, &p, n_items);
+    assert_int_equal(gpu_download(w->gpu, GPU_QUEUE_COMPUTE, w->out, 0, ret_out,
+                                  (uint64_t)p.n_rows * s->n_heads * s->head_dim * sizeof(float), GPU_WAIT_NONE, "test", NULL),
+                     0);
+    finish(w);
+    keep_packs(w, &p);
+    for (uint32_t i = 0; i < n_items; i++)
+        w->sequences[items[i].sequence].length += items[i].n_tokens;
+}
+
+void world_crop(World *w, uint32_t sequence, uint32_t length)
+{
+    Sequence *q = &w->sequences[sequence];
+    AttendLayer layer = {w->means, INPUT_OFFSET, w->tail, TAIL_OFFSET, 2 * w->tail_bytes};
+    uint32_t seen = length / KV_PAGE_TOKENS > 0 ? length / KV_PAGE_TOKENS - 1 : 0; /* as the next token sees it */
+    AttendPack packs[3];
+    uint32_t n = 0;
+
+    assert_true(w->options.attend.form.kind != KV_FORM_LEAT && length <= q->length);
+    for (uint32_t page = seen; page < q->n_packed && page * KV_PAGE_TOKENS < length; page++)
+        packs[n++] = (AttendPack){.tail_slot = (int32_t)sequence, .page = (int32_t)page, .to = q->arena[page]};
+    if (seen > 0)
+        packs[n++] = (AttendPack){.tail_slot = (int32_t)sequence, .page = 0, .to = q->arena[0]};
+    q->length = length;
+    q->n_packed = MIN(q->n_packed, seen);
+    if (n == 0)
+        return;
+    upload(w, w->input, INPUT_OFFSET, packs, n * sizeof(*packs));
+    assert_int_equal(attend_refill(w->attend, &layer, w->input, INPUT_OFFSET, n, w->pages, PAGES_OFFSET), 0);
+    finish(w);
+}
+
+/* ---- the answer -------------------------------------------------------------------------------------------------------------------- */
+
+/* Decoded key in the domain before H and centring, so that plain q . k is the definition's score; value likewise. */
+static void decoded_token(World *w, uint32_t sequence, uint32_t page, uint32_t token, uint32_t kv_head, const float *k, const float *v,
+                          double *ret_k, double *ret_v)
+{
+    const KvShape *s = &w->options.attend.shape;
+    const float *mean_k = w->calibration + (size_t)kv_head * s->head_dim,
+                *mean_v = w->calibration + (size_t)(s->n_kv_heads + kv_head) * s->head_dim;
+    uint32_t half = s->rotary_dim / 2, position = page * KV_PAGE_TOKENS + token;
+
+    (void)sequence;
+    for (uint32_t d = 0; d < s->head_dim; d++) {
+        double turned = mean_k[d], factor = 0;
+        uint32_t first = 0, block = 256;
+
+        if (w->options.attend.form.kind != KV_FORM_LEAT) {
+            ret_k[d] = k[d];
+            ret_v[d] = v[d];
+            continue;
+        }
+        while (!(s->head_dim & block) || d >= first + block) {
+            first += s->head_dim & block;
+            block /= 2;
+        }
+        factor = 1 / sqrt(block);
+        ret_k[d] = ret_v[d] = 0;
+        for (uint32_t i = 0; i < block; i++) {
+            double sign = __builtin_parity(i & (d - first)) ? -factor : factor;
+
+            ret_k[d] += sign * k[first + i];
+            ret_v[d] += sign * v[first + i];
+        }
+        if (d < half)
+            turned = mean_k[d] * cos(position * (double)w->inv_freq[d]) - mean_k[d + half] * sin(position * (double)w->inv_freq[d]);
+        else if (d < 2 * half)
+            turned = mean_k[d] * cos(position * (double)w->inv_freq[d - half]) +
+                     mean_k[d - half] * sin(position * (double)w->inv_freq[d - half]);
+        ret_k[d] += turned;
+        ret_v[d] += mean_v[d];
+    }
+}
+
+/* Keys and values as the query at @position sees them, (position + 1, head_dim). */
+static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t kv_head, double *k, double *v)
+{
+    const KvShape *s = &w->options.attend.shape;
+    const Sequence *q = &w->sequences[sequence];
+    uint32_t n_packed = position / KV_PAGE_TOKENS > 0 ? position / KV_PAGE_TOKENS - 1 : 0, dim = s->head_dim;
+    _cleanup_(freep) float *page_k = zeroed((size_t)KV_PAGE_TOKENS * dim, sizeof(float));
+    _cleanup_(freep) float *page_v = zeroed((size_t)KV_PAGE_TOKENS * dim, sizeof(float));
+
+    for (uint32_t j = 0; j <= position; j++) {
+        uint32_t page = j / KV_PAGE_TOKENS, token = j % KV_PAGE_TOKENS;
+
+        if (page < n_packed && token == 0)
+            kv_unpack_page(w->options.attend.form, s, w->packed + (size_t)q->arena[page] * w->layout.page_bytes, kv_head, page_k,
+                           page_v);
+        if (page < n_packed && j >= KV_SINK_TOKENS) {
+            decoded_token(w, sequence, page, token, kv_head, page_k + token * dim, page_v + token * dim, k + (size_t)j * dim,
+                          v + (size_t)j * dim);
+            continue;
+        }
+        for (uint32_t d = 0; d < dim; d++) {
+            k[(size_t)j * dim + d] = q->k[((size_t)j * s->n_kv_heads + kv_head) * dim + d];
+            v[(size_t)j * dim + d] = q->v[((size_t)j * s->n_kv_heads + kv_head) * dim + d];
+        }
+    }
+}
+
+static void attend_in_double(const World *w, const float *query, uint32_t n, const double *k, const double *v, double *scores, double *ret)
+{
+    uint32_t dim = w->options.attend.shape.head_dim;
+    double largest = -INFINITY, sum = 0;
+
+    for (uint32_t j = 0; j < n; j++) {
+        scores[j] = 0;
+        for (uint32_t d = 0; d < dim; d++)
+            scores[j] += (double)query[d] * k[(size_t)j * dim + d];
+        scores[j] *= w->options.attend.scale;
+        largest = fmax(largest, scores[j]);
+    }
+    memset(ret, 0, dim * sizeof(*ret));
+    for (uint32_t j = 0; j < n; j++) {
+        double p = exp(scores[j] - largest);
+
+        sum += p;
+        for (uint32_t d = 0; d < dim; d++)
+            ret[d] += p * v[(size_t)j * dim + d];
+    }
+    for (uint32_t d = 0; d < dim; d++)
+        ret[d] /= sum;
+}
+
+void world_reference(World *w, uint32_t sequence, uint32_t position, double *ret_out)
+{
+    const KvShape *s = &w->options.attend.shape;
+    size_t n = (size_t)(position + 1) * s->head_dim;
+    _cleanup_(freep) double *k = zeroed(n, sizeof(double)), *v = zeroed(n, sizeof(double)), *scores = zeroed(position + 1, sizeof(double));
+    float rope[256], x[256], y[256];
+
+    row_rope(w, position, rope);
+    for (uint32_t head = 0; head < s->n_heads; head++) {
+        uint32_t n_rep = s->n_heads / s->n_kv_heads;
+
+        if (head % n_rep == 0)
+            visible(w, sequence, position, head / n_rep, k, v);
+        for (uint32_t d = 0; d < s->head_dim; d++)
+            x[d] = w->options.value(0, sequence, position, head, d);
+        turn(w, rope, x, y);
+        attend_in_double(w, y, position + 1, k, v, scores, ret_out + (size_t)head * s->head_dim);
+    }
+}
