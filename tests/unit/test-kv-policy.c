@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Strategies, presets, and the plan of sizes within a device budget; no device. */
+
+#include "cache/kv-sizes.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <cmocka.h>
+
+static const GpuInfo small_gpu = {.name = "small", .max_allocation_bytes = 256u << 20};
+static const KvModel smollm = {.n_layers = 30,
+                               .shape = {.n_heads = 9, .n_kv_heads = 3, .head_dim = 64, .rotary_dim = 64},
+                               .scale = 0.125f,
+                               .max_rows = 512,
+                               .max_sequences = 2};
+
+static KvPolicy preset(KvStrategy strategy)
+{
+    KvPolicy policy = kv_policy_preset(strategy, false);
+
+    policy.max_cache_tokens = 8192;
+    return policy;
+}
+
+static KvPlan plan(const KvPolicy *policy)
+{
+    KvPlan result = {0};
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+    if (kv_store_plan(&small_gpu, &smollm, policy, &result, &detail))
+        fail_msg("%s", detail.text);
+    return result;
+}
+
+static void strategy_names_go_both_ways(void **state)
+{
+    (void)state;
+    for (int s = 0; s < KV_STRATEGY_X_MAX; s++)
+        assert_int_equal(kv_strategy_from_string(kv_strategy_to_string((KvStrategy)s)), s);
+    assert_string_equal(kv_strategy_to_string(KV_STRATEGY_OFFLOADED_QUANTIZED), "offloaded_quantized");
+    assert_int_equal(kv_strategy_from_string("Dynamic"), KV_STRATEGY_X_INVALID);
+    assert_int_equal(kv_strategy_from_string(NULL), KV_STRATEGY_X_INVALID);
+    assert_null(kv_strategy_to_string(KV_STRATEGY_X_INVALID));
+    assert_null(kv_strategy_to_string(KV_STRATEGY_X_MAX));
+}
+
+static void presets_are_points_on_the_three_axes(void **state)
+{
+    static const struct {
+        KvStrategy strategy;
+        KvGrowth growth;
+        KvHome home;
+        KvFormKind kind, exact_kind;
+    } expected[] = {
+        {KV_STRATEGY_DYNAMIC, KV_GROWTH_DYNAMIC, KV_HOME_DEVICE, KV_FORM_F16, KV_FORM_F32},
+        {KV_STRATEGY_STATIC, KV_GROWTH_STATIC, KV_HOME_DEVICE, KV_FORM_F16, KV_FORM_F32},
+        {KV_STRATEGY_OFFLOADED, KV_GROWTH_DYNAMIC, KV_HOME_HOST, KV_FORM_F16, KV_FORM_F32},
+        {KV_STRATEGY_OFFLOADED_STATIC, KV_GROWTH_STATIC, KV_HOME_HOST, KV_FORM_F16, KV_FORM_F32},
+        {KV_STRATEGY_QUANTIZED, KV_GROWTH_DYNAMIC, KV_HOME_DEVICE, KV_FORM_LEAT, KV_FORM_LEAT},
+        {KV_STRATEGY_OFFLOADED_QUANTIZED, KV_GROWTH_DYNAMIC, KV_HOME_HOST, KV_FORM_LEAT, KV_FORM_LEAT},
+    };
+
+    (void)state;
+    for (size_t i = 0; i < N_ELEMENTS(expected); i++) {
+        KvPolicy policy = kv_policy_preset(expected[i].strategy, false);
+
+        assert_int_equal(policy.strategy, expected[i].strategy);
+        assert_int_equal(policy.growth, expected[i].growth);
+        assert_int_equal(policy.home, expected[i].home);
+        assert_int_equal(policy.form.kind, expected[i].kind);
+        assert_int_equal(policy.n_slots, 2);
+        assert_int_equal(policy.transfer, KV_TRANSFER_AUTO);
+        assert_int_equal(kv_policy_preset(expected[i].strategy, true).form.kind, expected[i].exact_kind);
+    }
+    assert_int_equal(kv_policy_preset(KV_STRATEGY_QUANTIZED, true).form.k_bits, 5);
+    assert_int_equal(kv_policy_preset(KV_STRATEGY_QUANTIZED, true).form.v_bits, 4);
+}
+
+static void plan_of_the_default_holds_one_layer_in_a_tile(void **state)
+{
+    KvPolicy policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
+    KvPlan result = plan(&policy);
+    uint64_t page = 3 * 2432;
+
+    (void)state;
+    assert_int_equal(result.n_slots, 2);
+    assert_int_equal(result.tile_blocks, 64); /* both sequences, 1.87 MB each */
+    assert_int_equal(result.host_bytes_per_token, 30 * page / 32);
+    assert_int_equal(result.tail_bytes, 2 * 30 * 2 * 68 * 192 * 2);
+    assert_int_equal(result.device_page_bytes, 0);
+}
+
+static void plan_shrinks_the_ring_into_its_budget(void **state)
+{
+    KvPolicy policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
+    KvPlan roomy = plan(&policy), capped;
+    uint64_t block = 8 * 3 * 2432, fixed = roomy.staging_bytes + roomy.tail_bytes - 2 * 64 * block;
+
+    (void)state;
+    for (uint64_t blocks = 1; blocks < 200; blocks++) {
+        policy.device_budget_bytes = fixed + blocks * block + 100;
+        capped = plan(&policy);
+        assert_true(capped.staging_bytes + capped.tail_bytes <= policy.device_budget_bytes);
+        assert_int_equal(capped.n_slots, blocks < 2 ? 1 : 2);
+        assert_int_equal(capped.tile_blocks, MIN((uint64_t)64, blocks / capped.n_slots));
+    }
+}
+
+static void plan_names_the_numbers_when_nothing_fits(void **state)
+{
+    KvPolicy policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    KvPlan roomy = plan(&policy), result;
+
+    (void)state;
+    policy.device_budget_bytes = roomy.staging_bytes + roomy.tail_bytes - 2 * 64 * (uint64_t)58368 + 58367;
+    assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, &detail), KV_E_DEVICE_MEMORY);
+    assert_non_null(strstr(detail.text, "58367"));
+    assert_non_null(strstr(detail.text, "58368"));
+    policy.device_budget_bytes = 1000;
+    assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, &detail), KV_E_DEVICE_MEMORY);
+    assert_non_null(strstr(detail.text, "1000"));
+}
+
+static void plan_of_a_static_device_cache_counts_its_pages(void **state)
+{
+    KvPolicy policy = preset(KV_STRATEGY_STATIC);
+    KvPlan result = plan(&policy);
+
+    (void)state;
+    assert_int_equal(result.n_slots, 0);
+    assert_int_equal(result.device_page_bytes, (uint64_t)8192 * 30 * 2 * 192 * 2);
+    policy.device_budget_bytes = result.tail_bytes + result.staging_bytes + result.device_page_bytes;
+    assert_int_equal(plan(&policy).device_page_bytes, result.device_page_bytes);
+    policy.device_budget_bytes--;
+    assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, NULL), KV_E_DEVICE_MEMORY);
+}
+
+static void plan_refuses_nonsense_by_name(void **state)
+{
+    KvPolicy policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
+    ErrorDetail detail;
+    KvPlan result;
+
+    (void)state;
+    policy.n_slots = 9;
+    assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, &detail), -EINVAL);
+    assert_non_null(strstr(detail.text, "9"));
+    policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
+    policy.max_cache_tokens = 0;
+    assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, &detail), -EINVAL);
+    policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
+    policy.transfer = KV_TRANSFER_ZERO_COPY;
+    assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, &detail), -ENOTSUP);
+    assert_non_null(strstr(detail.text, "small"));
+    policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
+    policy.form.k_bits = 7;
+    assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, &detail), -EINVAL);
+}
+
+int main(void)
+{
+    static const struct CMUnitTest tests[] = {
+        cmocka_unit_test(strategy_names_go_both_ways),
+        cmocka_unit_test(presets_are_points_on_the_three_axes),
+        cmocka_unit_test(plan_of_the_default_holds_one_layer_in_a_tile),
+        cmocka_unit_test(plan_shrinks_the_ring_into_its_budget),
+        cmocka_unit_test(plan_names_the_numbers_when_nothing_fits),
+        cmocka_unit_test(plan_of_a_static_device_cache_counts_its_pages),
+        cmocka_unit_test(plan_refuses_nonsense_by_name),
+    };
+
+    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
