@@ -201,7 +201,7 @@ int kv_sizes_compute(const GpuInfo *info, const KvModel *model, const KvPolicy *
         .tail_bits = tail_bits,
         .scale = model->scale,
         .max_rows = model->max_rows,
-        .max_refs = sizes.policy.tile_blocks,
+        .max_refs = (uint32_t)MIN((uint64_t)sizes.max_refs, (uint64_t)sizes.policy.tile_blocks * sizes.max_groups),
         .inv_freq = model->inv_freq,
         .max_pages = (policy->max_cache_tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS,
     };

@@ -13,7 +13,7 @@
 
 #define SEED          41u
 #define MAX_SEQUENCES 3
-#define N_TOKENS      700 /* two whole blocks, five complete pages of the third, and a rest */
+#define N_TOKENS      700u /* two whole blocks, five complete pages of the third, and a rest */
 
 typedef struct Fixture {
     Gpu *gpu;
