@@ -415,6 +415,8 @@ bool kv_store_drop_checkpoint(void *userdata)
             }
     if (!oldest)
         return false;
+    for (KvCache *cache = store->caches; cache; cache = cache->next)
+        kv_tail_forget(cache->tail, oldest->checkpoints[index].saved);
     drop_checkpoint(oldest, index);
     return true;
 }

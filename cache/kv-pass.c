@@ -353,6 +353,7 @@ int kv_pass_commit(KvPass *pass)
                 cache->blocks[b]->serial = store->serial;
                 cache->blocks[b]->write_serial = 0;
             }
+        kv_tail_settle(cache->tail);
         cache->length += entry->n_tokens;
         if (cache->length > KV_TAIL_TOKENS)
             cache->tail_from = MAX(cache->tail_from, cache->length - KV_TAIL_TOKENS);

@@ -104,6 +104,17 @@ KvTail *kv_tail_unref(KvTail *tail)
     return NULL;
 }
 
+void kv_tail_settle(KvTail *tail)
+{
+    tail->stale = kv_saved_unref(tail->stale);
+}
+
+void kv_tail_forget(KvTail *tail, const KvSaved *saved)
+{
+    if (tail && tail->slot >= 0 && tail->saved == saved)
+        tail->saved = kv_saved_unref(tail->saved);
+}
+
 int kv_tail_save(KvTail *tail, KvSaved **ret, ErrorDetail *reterr)
 {
     KvTails *tails = tail->tails;
@@ -197,7 +208,7 @@ int kv_tails_acquire(KvTails *tails, KvTail **tail, ErrorDetail *reterr)
         *tail = own;
     }
     /* The pass is going to write: the host copy, if any, is of the past.  It may still be on its way. */
-    (void)kv_saved_unref(own->stale);
+    kv_tail_settle(own);
     own->stale = own->saved;
     own->saved = NULL;
     own->used = tails->clock;

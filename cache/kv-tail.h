@@ -58,6 +58,11 @@ int kv_tail_save(KvTail *tail, KvSaved **ret, ErrorDetail *reterr);
 /* A tail that is not on the device but saved in @saved (a reference of its own is taken); NULL when memory is short. */
 KvTail *kv_tail_new_from(KvTails *tails, KvSaved *saved);
 
+/* The copies of a finished pass are over: lets go of what was kept for them. */
+void kv_tail_settle(KvTail *tail);
+/* Lets go of @saved when the device has the same.  Takes NULL. */
+void kv_tail_forget(KvTail *tail, const KvSaved *saved);
+
 KvTail *kv_tail_ref(KvTail *tail);     /* takes NULL */
 KvTail *kv_tail_unref(KvTail *tail);   /* takes NULL, returns NULL */
 KvSaved *kv_saved_ref(KvSaved *saved);
