@@ -20,7 +20,11 @@
 
 /* GPT-2's split, which most byte-level tokenizers share. */
 #define GPT2       "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?" OTHERS "|" TRAILING "|[" SPACES "]+"
-#define DIGITS     "\\p{N}"
+/* Single digits.  Numbers that came with Unicode 15 and 16 are listed: the reference has them, PCRE2 10.42 has not. */
+#define DIGITS                                                                                                              \
+    "[\\p{N}\\x{10d40}-\\x{10d49}\\x{116d0}-\\x{116e3}\\x{11bf0}-\\x{11bf9}\\x{11de0}-\\x{11de9}\\x{11f50}-\\x{11f59}"        \
+    "\\x{16130}-\\x{16139}\\x{16d70}-\\x{16d79}\\x{16ff4}-\\x{16ff6}\\x{1ccf0}-\\x{1ccf9}\\x{1d2c0}-\\x{1d2d3}"               \
+    "\\x{1e4f0}-\\x{1e4f9}\\x{1e5f1}-\\x{1e5fa}]"
 /* Llama 3's; @numbers: how many digits stay together. */
 #define LLAMA3(numbers)                                                                                                     \
     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" numbers "| ?" OTHERS "[\\r\\n]*|[" SPACES "]*[\\r\\n]+|"   \

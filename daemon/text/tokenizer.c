@@ -196,7 +196,9 @@ static int compare_specials(const void *a, const void *b, void *userdata)
     const char *bytes_a = vocabulary_bytes(vocabulary, *(const int32_t *)a, &n_a);
     const char *bytes_b = vocabulary_bytes(vocabulary, *(const int32_t *)b, &n_b);
 
-    return compare_bytes(bytes_a, n_a, bytes_b, n_b);
+    int order = compare_bytes(bytes_a, n_a, bytes_b, n_b);
+
+    return order ? order : *(const int32_t *)a - *(const int32_t *)b;
 }
 
 static int tokenizer_load_specials(Tokenizer *tokenizer)

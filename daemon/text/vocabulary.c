@@ -94,6 +94,8 @@ int vocabulary_add(Vocabulary *vocabulary, const char *text, size_t length, Toke
     if (kind_is_literal(kind) || !vocabulary_decode_text(text, length, vocabulary->bytes + used, &length)) {
         if (length)
             memcpy(vocabulary->bytes + used, text, length);
+        /* Outside the map no merge can lead to it: it is kept for decoding only. */
+        kind = kind_is_literal(kind) ? kind : TOKEN_KIND_UNUSED;
     }
     vocabulary->n_bytes += length;
     vocabulary->kinds[vocabulary->n] = (uint8_t)kind;
@@ -134,7 +136,7 @@ static void vocabulary_index_kinds(Vocabulary *vocabulary, bool literal)
         const char *bytes = vocabulary_bytes(vocabulary, (int32_t)id, &length);
         int32_t *slot;
 
-        if (kind == TOKEN_KIND_CONTROL || kind == TOKEN_KIND_UNKNOWN || kind_is_literal(kind) != literal)
+        if (kind == TOKEN_KIND_CONTROL || kind == TOKEN_KIND_UNKNOWN || kind == TOKEN_KIND_UNUSED || kind_is_literal(kind) != literal)
             continue;
         slot = vocabulary_slot(vocabulary, bytes, length);
         if (*slot < 0)
