@@ -120,6 +120,7 @@ static int write_inputs(KvPass *pass)
         .rope_offset = section(&end, rope_bytes),
         .groups = store->inputs,
         .groups_offset = section(&end, groups_bytes),
+        .n_sequences = pass->n_entries,
     };
     pass->packs_offset = section(&end, packs_bytes);
     pass->refs_offset = section(&end, refs_bytes);

@@ -133,10 +133,8 @@ static int plan_fill(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
     int r;
 
     r = attend_device_bytes(info, &sizes->attend, &attend_bytes);
-    if (r < 0)
-        return error_trace(r);
-    if (r > 0)
-        return error_detail_set(reterr, -EINVAL, "cache: the attention kernels refuse this model");
+    if (r)
+        return error_detail_set(reterr, r < 0 ? r : -EINVAL, "cache: '%s' has no attention kernels for this model", info->name);
     if (sizes->policy.home == KV_HOME_DEVICE)
         arena_blocks = sizes->policy.growth == KV_GROWTH_STATIC ? sizes->max_blocks : sizes->first_arena_blocks;
     plan->staging_bytes = 2 * sizes->fresh_bytes + (sizes->direct ? 0 : sizes->policy.n_slots * sizes->tile_bytes);

@@ -33,10 +33,12 @@ static uint32_t random_below(Fixture *fixture, uint32_t n)
 
 static void fixture_init(Fixture *fixture, uint32_t seed, bool direct, uint32_t tile_blocks)
 {
+    static const float frequencies[32] = {1.0f};
     const GpuInfo info = {.unified_memory = true, .max_allocation_bytes = 1u << 30};
     const KvModel model = {.n_layers = 2,
                            .shape = {.n_heads = 4, .n_kv_heads = 2, .head_dim = 64, .rotary_dim = 64},
                            .scale = 0.125f,
+                           .inv_freq = frequencies,
                            .max_rows = 600,
                            .max_sequences = MAX_ITEMS};
     KvPolicy policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false);
