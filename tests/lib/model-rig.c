@@ -2,6 +2,7 @@
 /* A device and a model for tests. */
 
 #include "tests/lib/model-rig.h"
+#include "quant/base/log.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -23,6 +24,8 @@ Gpu *rig_open_gpu(void)
     ErrorDetail detail = ERROR_DETAIL_NULL;
     Gpu *gpu = NULL;
 
+    if (getenv("LEAT_TEST_DEBUG"))
+        log_set_level(LOG_LEVEL_DEBUG);
     end_on(gpu_open(&options, &gpu, &detail), "gpu_open", &detail);
     print_message("device: %s (%s)\n", gpu_info(gpu)->name, gpu_info(gpu)->reason);
     return gpu;

@@ -4,7 +4,8 @@
 
 #include "tests/lib/oracle.h"
 
-/* The first device that the ICD loader offers, with binaries cached in LEAT_TEST_CACHE when that is set. */
+/* The first device that the ICD loader offers, with binaries cached in LEAT_TEST_CACHE when that is set; LEAT_TEST_DEBUG shows where
+ * errors come from. */
 Gpu *rig_open_gpu(void);
 /* @path: a GGUF file; @state_dir may be NULL.  The options' zeros are the model's defaults. */
 Model *rig_open_model(Gpu *gpu, const char *path, const char *state_dir, ModelOptions options);
