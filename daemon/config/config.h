@@ -88,6 +88,8 @@ typedef struct Config {
 /* @path: the main file, or NULL for the system's.  Returns 0 with a usable config (perhaps with warnings in @messages), or -EINVAL when
  * any file has an error: then *ret is untouched and the old configuration goes on. */
 int config_load(const char *path, Config **ret, ConfigMessages *messages);
+/* Writes what is in effect as YAML, with every default filled in; 0 or a negative errno. */
+int config_print(const Config *config, FILE *file);
 Config *config_free(Config *config);
 DEFINE_CLEANUP(Config, config_free)
 
