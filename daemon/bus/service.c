@@ -1,0 +1,339 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* org.leat.Inference1.Service. */
+
+#include "daemon/bus/service.h"
+#include "daemon/bus/bus-text.h"
+#include "daemon/bus/request.h"
+
+#include <string.h>
+
+/* Names and values of one Invoke. */
+#define SERVICE_MAX_INPUTS 64
+
+/* ---- objects ------------------------------------------------------------------------------------------------------------------- */
+
+static BusService *bus_service_free(BusService *service)
+{
+    if (!service)
+        return NULL;
+    free(service->name);
+    free(service->path);
+    free(service);
+    return NULL;
+}
+DEFINE_CLEANUP(BusService, bus_service_free)
+
+static BusService *bus_service_find(Bus *bus, const char *name)
+{
+    for (size_t i = 0; i < bus->n_services; i++)
+        if (strcmp(bus->services[i]->name, name) == 0)
+            return bus->services[i];
+    return NULL;
+}
+
+static int bus_service_new(Bus *bus, const char *name, BusService **ret)
+{
+    _cleanup_(bus_service_freep) BusService *service = calloc(1, sizeof(*service));
+    const BusService *old = bus_service_find(bus, name);
+    int r;
+
+    if (!service || !(service->name = strdup(name)))
+        return error_origin(-ENOMEM);
+    service->bus = bus;
+    if (old) {
+        service->n_requests = old->n_requests;
+        service->n_failures = old->n_failures;
+    }
+    if ((r = sd_bus_path_encode(BUS_SERVICE_ROOT, name, &service->path)) < 0)
+        return error_trace(r);
+    *ret = TAKE_PTR(service);
+    return 0;
+}
+
+void bus_service_clear(Bus *bus)
+{
+    for (size_t i = 0; i < bus->n_services; i++)
+        bus_service_free(bus->services[i]);
+    free(bus->services);
+    bus->services = NULL;
+    bus->n_services = 0;
+}
+
+static void bus_service_swap(Bus *bus, BusService **services, size_t n_services)
+{
+    BusService **old = bus->services;
+    size_t n_old = bus->n_services;
+
+    for (size_t i = 0; i < n_old; i++) {
+        bool stays = false;
+
+        for (size_t k = 0; k < n_services && !stays; k++)
+            stays = strcmp(old[i]->name, services[k]->name) == 0;
+        if (!stays)
+            (void)sd_bus_emit_object_removed(bus->bus, old[i]->path);
+    }
+    bus->services = services;
+    bus->n_services = n_services;
+    for (size_t i = 0; i < n_services; i++) {
+        bool is_new = true;
+
+        for (size_t k = 0; k < n_old && is_new; k++)
+            is_new = strcmp(services[i]->name, old[k]->name) != 0;
+        if (is_new)
+            (void)sd_bus_emit_object_added(bus->bus, services[i]->path);
+    }
+    for (size_t i = 0; i < n_old; i++)
+        bus_service_free(old[i]);
+    free(old);
+}
+
+int bus_service_set_config(Bus *bus, const Config *config)
+{
+    BusService **services = calloc(MAX(config->n_services, (size_t)1), sizeof(*services));
+    int r = services ? 0 : error_origin(-ENOMEM);
+    size_t n = 0;
+
+    for (; r >= 0 && n < config->n_services; n++)
+        if ((r = bus_service_new(bus, config->services[n].name, &services[n])) < 0)
+            break;
+    if (r < 0) {
+        while (n-- > 0)
+            bus_service_free(services[n]);
+        free(services);
+        return error_trace(r);
+    }
+    bus_service_swap(bus, services, n);
+    return 0;
+}
+
+void bus_service_count(Bus *bus, const char *name, bool done)
+{
+    BusService *service = bus_service_find(bus, name);
+
+    if (service && !done)
+        service->n_failures++;
+}
+
+static int bus_service_find_object(sd_bus *connection, const char *path, const char *interface, void *userdata, void **ret, sd_bus_error *error)
+{
+    static const char prefix[] = BUS_SERVICE_ROOT "/";
+    Bus *bus = userdata;
+
+    (void)connection;
+    (void)interface;
+    for (size_t i = 0; i < bus->n_services; i++)
+        if (strcmp(bus->services[i]->path, path) == 0) {
+            *ret = bus->services[i];
+            return 1;
+        }
+    return strncmp(path, prefix, sizeof(prefix) - 1) == 0 ? bus_error_set(error, ENGINE_RESULT_NO_SUCH_SERVICE, NULL) : 0;
+}
+
+static int bus_service_enumerate(sd_bus *connection, const char *prefix, void *userdata, char ***ret_nodes, sd_bus_error *error)
+{
+    Bus *bus = userdata;
+    char **nodes = calloc(bus->n_services + 1, sizeof(*nodes));
+
+    (void)connection;
+    (void)prefix;
+    (void)error;
+    for (size_t i = 0; nodes && i < bus->n_services; i++)
+        if (!(nodes[i] = strdup(bus->services[i]->path))) {
+            while (i-- > 0)
+                free(nodes[i]);
+            free(nodes);
+            nodes = NULL;
+            break;
+        }
+    if (!nodes)
+        return error_origin(-ENOMEM);
+    *ret_nodes = nodes;
+    return 0;
+}
+
+static const ConfigService *bus_service_config(const BusService *service)
+{
+    return config_find_service(service->bus->config, service->name);
+}
+
+/* ---- Invoke -------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct ServiceInputs {
+    const char *names[SERVICE_MAX_INPUTS], *values[SERVICE_MAX_INPUTS]; /* borrowed from the message */
+    size_t n;
+} ServiceInputs;
+
+static int bus_service_read_inputs(sd_bus_message *m, ServiceInputs *ret, sd_bus_error *error)
+{
+    int r = sd_bus_message_enter_container(m, 'a', "{ss}");
+
+    if (r < 0)
+        return error_trace(r);
+    for (ret->n = 0; (r = sd_bus_message_at_end(m, false)) == 0; ret->n++) {
+        if (ret->n == SERVICE_MAX_INPUTS)
+            return bus_error_invalid(error, "more than %d inputs", SERVICE_MAX_INPUTS);
+        if ((r = sd_bus_message_read(m, "{ss}", &ret->names[ret->n], &ret->values[ret->n])) < 0)
+            return error_trace(r);
+        for (size_t i = 0; i < ret->n; i++)
+            if (strcmp(ret->names[i], ret->names[ret->n]) == 0)
+                return bus_error_invalid(error, "input \"%.64s\" is given twice", ret->names[i]);
+    }
+    return r < 0 ? error_trace(r) : sd_bus_message_exit_container(m);
+}
+
+/* system and prompt become messages. */
+static int bus_service_fill(const ConfigService *config, const ServiceInputs *inputs, Messages *ret, sd_bus_error *error)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    _cleanup_(freep) char *prompt = NULL;
+    int r = config_service_render(config, inputs->names, inputs->values, inputs->n, &prompt, &detail);
+
+    if (r == -ENOMEM)
+        return error_trace(r);
+    if (r != 0)
+        return bus_error_invalid(error, "%s", detail.text[0] ? detail.text : "the inputs do not fit the service");
+    if (config->system && config->system[0] && (r = messages_add(ret, "system", config->system)) < 0)
+        return error_trace(r);
+    return messages_add(ret, "user", prompt);
+}
+
+static int bus_service_invoke(sd_bus_message *m, void *userdata, sd_bus_error *error)
+{
+    _cleanup_(bus_request_freep) BusRequest *request = NULL;
+    BusService *service = userdata;
+    const ConfigService *config = bus_service_config(service);
+    const ConfigModel *model;
+    ServiceInputs inputs;
+    int r;
+
+    if (!config)
+        return bus_error_set(error, ENGINE_RESULT_NO_SUCH_SERVICE, NULL);
+    if (!(model = bus_find_model(service->bus, config->model ? config->model : "", error)))
+        return -ENOENT;
+    if ((r = bus_request_new(service->bus, m, BUS_JOB_INVOKE, model, &request, error)) < 0 ||
+        (r = bus_service_read_inputs(m, &inputs, error)) < 0 ||
+        (r = call_options_read(m, CALL_OPTIONS_RUN | CALL_OPTION_BIT(CALL_OPTION_CACHE), &request->options, error)) < 0 ||
+        (r = bus_service_fill(config, &inputs, &request->messages, error)) < 0 ||
+        (r = bus_policy(service->bus, model, &config->cache, &request->options.cache, &request->policy, error)) < 0)
+        return error_trace(r);
+    request->has_policy = true;
+    request->priority = config->priority;
+    if (!(request->service = strdup(service->name)))
+        return error_origin(-ENOMEM);
+    r = bus_request_submit(TAKE_PTR(request), error);
+    if (r >= 0)
+        service->n_requests++;
+    return r;
+}
+
+/* ---- properties ---------------------------------------------------------------------------------------------------------------- */
+
+#define SERVICE_GETTER(name)                                                                                                                \
+    static int bus_service_get_##name(sd_bus *connection _unused_, const char *path _unused_, const char *interface _unused_,            \
+                                      const char *property _unused_, sd_bus_message *reply, void *userdata, sd_bus_error *error _unused_)
+
+SERVICE_GETTER(name)
+{
+    const BusService *service = userdata;
+
+    return sd_bus_message_append(reply, "s", service->name);
+}
+
+SERVICE_GETTER(description)
+{
+    const ConfigService *config = bus_service_config(userdata);
+
+    return sd_bus_message_append(reply, "s", config && config->description ? config->description : "");
+}
+
+SERVICE_GETTER(model)
+{
+    const ConfigService *config = bus_service_config(userdata);
+
+    return sd_bus_message_append(reply, "s", config && config->model ? config->model : "");
+}
+
+SERVICE_GETTER(state)
+{
+    const BusService *service = userdata;
+    const ConfigService *config = bus_service_config(service);
+    const ConfigModel *model = config ? bus_find_model(service->bus, config->model ? config->model : "", NULL) : NULL;
+    ErrorDetail reason = ERROR_DETAIL_NULL;
+
+    return sd_bus_message_append(reply, "s", model ? bus_model_availability(service->bus, model->name, &reason) : "unavailable");
+}
+
+SERVICE_GETTER(requests)
+{
+    const BusService *service = userdata;
+
+    return sd_bus_message_append(reply, "t", service->n_requests);
+}
+
+SERVICE_GETTER(failures)
+{
+    const BusService *service = userdata;
+
+    return sd_bus_message_append(reply, "t", service->n_failures);
+}
+
+SERVICE_GETTER(source)
+{
+    const ConfigService *config = bus_service_config(userdata);
+    _cleanup_(freep) char *file = strdup(config && config->source_file ? config->source_file : "");
+
+    if (!file)
+        return error_origin(-ENOMEM);
+    bus_text_scrub(file);
+    return sd_bus_message_append(reply, "(su)", file, config ? config->source_line : 0);
+}
+
+SERVICE_GETTER(unit)
+{
+    const BusService *service = userdata;
+    char unit[256];
+
+    (void)snprintf(unit, sizeof(unit), "leat@%.200s.service", service->name);
+    return sd_bus_message_append(reply, "s", unit);
+}
+
+SERVICE_GETTER(inputs)
+{
+    const ConfigService *config = bus_service_config(userdata);
+    int r = sd_bus_message_open_container(reply, 'a', "(sbts)");
+
+    for (size_t i = 0; r >= 0 && config && i < config->n_inputs; i++) {
+        const ConfigInput *input = &config->inputs[i];
+
+        r = sd_bus_message_append(reply, "(sbts)", input->name, (int)input->required, input->max_bytes, input->default_value ? input->default_value : "");
+    }
+    return r < 0 ? error_trace(r) : sd_bus_message_close_container(reply);
+}
+
+static const sd_bus_vtable bus_service_vtable[] = {
+    SD_BUS_VTABLE_START(SD_BUS_VTABLE_UNPRIVILEGED),
+    SD_BUS_METHOD_WITH_NAMES("Invoke", "a{ss}a{sv}", SD_BUS_PARAM(inputs) SD_BUS_PARAM(options), "oh", SD_BUS_PARAM(job) SD_BUS_PARAM(stream),
+                             bus_service_invoke, SD_BUS_VTABLE_UNPRIVILEGED),
+    SD_BUS_PROPERTY("Name", "s", bus_service_get_name, 0, SD_BUS_VTABLE_PROPERTY_CONST),
+    SD_BUS_PROPERTY("Description", "s", bus_service_get_description, 0, 0),
+    SD_BUS_PROPERTY("Model", "s", bus_service_get_model, 0, 0),
+    SD_BUS_PROPERTY("State", "s", bus_service_get_state, 0, 0),
+    SD_BUS_PROPERTY("Requests", "t", bus_service_get_requests, 0, 0),
+    SD_BUS_PROPERTY("Failures", "t", bus_service_get_failures, 0, 0),
+    SD_BUS_PROPERTY("Source", "(su)", bus_service_get_source, 0, 0),
+    SD_BUS_PROPERTY("Unit", "s", bus_service_get_unit, 0, SD_BUS_VTABLE_PROPERTY_CONST),
+    SD_BUS_PROPERTY("Inputs", "a(sbts)", bus_service_get_inputs, 0, 0),
+    SD_BUS_VTABLE_END,
+};
+
+int bus_service_register(Bus *bus)
+{
+    int r;
+
+    if ((r = sd_bus_add_fallback_vtable(bus->bus, NULL, BUS_SERVICE_ROOT, BUS_INTERFACE_SERVICE, bus_service_vtable, bus_service_find_object,
+                                        bus)) < 0 ||
+        (r = sd_bus_add_node_enumerator(bus->bus, NULL, BUS_SERVICE_ROOT, bus_service_enumerate, bus)) < 0 ||
+        (r = sd_bus_add_object_manager(bus->bus, NULL, BUS_SERVICE_ROOT)) < 0)
+        return error_trace(r);
+    return 0;
+}
