@@ -60,6 +60,7 @@ LIB_SRC    := $(QUANT_SRC) $(OPENCL_SRC) $(CACHE_SRC) $(TEXT_SRC) $(MODEL_SRC) $
 
 UNIT_TESTS   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/unit/test-*.c)))
 PARITY_TESTS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/parity/test-*.c)))
+BUS_TESTS    := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/bus/test-*.c)))
 BENCHES      := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/bench/bench-*.c)))
 
 lib_objects  := $(LIB_SRC:%.c=$(BUILD)/%.o) $(BUILD)/opencl/kernels.o
@@ -117,6 +118,20 @@ test_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/lib/*.c)))
 $(BUILD)/tests/%: $(BUILD)/tests/%.o $(test_objects) $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
+
+# Bus tests: a harness, cases, and an engine that needs no device; the daemons that they start.
+bus_test_objects := $(patsubst %.c,$(BUILD)/%.o,$(filter-out tests/bus/test-%,$(sort $(wildcard tests/bus/*.c))))
+
+$(BUILD)/tests/bus/test-%: $(BUILD)/tests/bus/test-%.o $(bus_test_objects) $(bus_objects) $(BUILD)/libleat.a
+	$(call say,LINK,$@)
+	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
+
+$(BUILD)/tests/bus/leatd-fake: $(BUILD)/daemon/main.o $(BUILD)/tests/bus/fake-engine.o $(bus_objects) $(BUILD)/libleat.a
+	$(call say,LINK,$@)
+	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ $(LIBS)
+
+$(BUILD)/tests/bus/test-bus-protocol: | $(BUILD)/tests/bus/leatd-fake
+$(BUILD)/tests/bus/test-bus-daemon: | $(BUILD)/leatd
 
 .PHONY: tests
 tests: $(UNIT_TESTS) $(PARITY_TESTS) $(BUS_TESTS)
