@@ -268,8 +268,9 @@ int engine_generate(Engine *engine, const EngineRequest *request, uint64_t *ret_
     Job *job = NULL;
     bool full;
     uint64_t id = engine_next_job(engine, &full);
+    int r = job_new_generate(request, id, &job);
 
-    return engine_job_made(engine, job_new_generate(request, id, &job), job, id, full, ret_job);
+    return engine_job_made(engine, r, job, id, full, ret_job);
 }
 
 int engine_load(Engine *engine, uint64_t owner, const char *model, uint64_t *ret_job)
@@ -277,8 +278,9 @@ int engine_load(Engine *engine, uint64_t owner, const char *model, uint64_t *ret
     Job *job = NULL;
     bool full;
     uint64_t id = engine_next_job(engine, &full);
+    int r = job_new_load(owner, model, id, &job);
 
-    return engine_job_made(engine, job_new_load(owner, model, id, &job), job, id, full, ret_job);
+    return engine_job_made(engine, r, job, id, full, ret_job);
 }
 
 int engine_evaluate(Engine *engine, uint64_t owner, const char *model, const KvPolicy *policy, const int32_t *ids, size_t n_ids, int fd,
@@ -287,8 +289,9 @@ int engine_evaluate(Engine *engine, uint64_t owner, const char *model, const KvP
     Job *job = NULL;
     bool full;
     uint64_t id = engine_next_job(engine, &full);
+    int r = job_new_evaluate(owner, model, policy, ids, n_ids, fd, id, &job);
 
-    return engine_job_made(engine, job_new_evaluate(owner, model, policy, ids, n_ids, fd, id, &job), job, id, full, ret_job);
+    return engine_job_made(engine, r, job, id, full, ret_job);
 }
 
 /* A command that is a few numbers: when memory is so short, the caller's next event or deadline has to do. */

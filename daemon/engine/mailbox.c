@@ -235,13 +235,6 @@ int mailbox_event_fd(const Mailbox *mailbox)
 
 /* ---- heartbeat ------------------------------------------------------------------------------------------------------------- */
 
-void mailbox_beat(Mailbox *mailbox)
-{
-    (void)pthread_mutex_lock(&mailbox->lock);
-    mailbox->beats++;
-    (void)pthread_mutex_unlock(&mailbox->lock);
-}
-
 void mailbox_allow(Mailbox *mailbox, uint64_t until_usec)
 {
     (void)pthread_mutex_lock(&mailbox->lock);

@@ -60,8 +60,7 @@ EngineEvent *mailbox_next_event(Mailbox *mailbox);
 int mailbox_event_fd(const Mailbox *mailbox);
 
 /* Progress.  An engine that waits with nothing to do is alive, and so is one in a phase that was announced as long (compiling the
- * kernels of a model) until that allowance is over: then the number stands still unless mailbox_beat() moves it. */
-void mailbox_beat(Mailbox *mailbox);
+ * kernels of a model) until that allowance is over.  Otherwise the number grows with every look for commands: once a pass. */
 void mailbox_allow(Mailbox *mailbox, uint64_t until_usec);
 uint64_t mailbox_heartbeat(Mailbox *mailbox);
 
