@@ -145,7 +145,7 @@ static void query_crop(Engine *engine, Query *query, Session *session)
         return;
     }
     if (query->n > 0 || query->n < -(int64_t)length) {
-        (void)error_detail_set(&detail, -EINVAL, "%lld tokens cannot be removed: n must be from -%u to 0", (long long)-query->n, length);
+        (void)error_detail_set(&detail, -EINVAL, "n is %lld, it must be from -%u to 0", (long long)query->n, length);
         query_answer(engine, query, ENGINE_RESULT_INVALID_ARGS, &detail);
         return;
     }

@@ -462,8 +462,10 @@ static void an_interactive_job_takes_the_place_of_background_work(void **state)
 static void owners_take_turns_in_the_queue(void **state)
 {
     EngineModel model = fake_model("m", "m.gguf");
+    EngineRequest request = raw_request("m", NULL, 10);
+    const char *prompts[] = {"1", "2", "3", "4", "5", "6"};
+    char order[8] = "";
     uint64_t flood[6], other;
-    EngineRequest request = raw_request("m", "A", 10);
     Talk *talk;
 
     (void)state;
@@ -471,15 +473,22 @@ static void owners_take_turns_in_the_queue(void **state)
     model.parallel = 1;
     talk = talk_start(&model, 1, 0);
     FAKE_SET(hold, true);
-    for (size_t i = 0; i < 6; i++)
+    for (size_t i = 0; i < 6; i++) {
+        request.raw = prompts[i];
         flood[i] = talk_generate(talk, &request);
+    }
     request.owner = 2;
+    request.raw = "Z";
     other = talk_generate(talk, &request);
     talk_until(talk, talk->seen[other].queue_position == 1);
     FAKE_SET(hold, false);
+    for (size_t i = 0; i < 6; i++)
+        talk_wait(talk, flood[i]);
     talk_wait(talk, other);
-    assert_false(talk->seen[flood[2]].finished);
-    talk_wait(talk, flood[5]);
+    for (uint32_t i = 0, n = 0; i < FAKE_GET(n_passes) && n < 7; i++)
+        if (n == 0 || order[n - 1] != fake.passes[i].first_ids[0])
+            order[n++] = (char)fake.passes[i].first_ids[0];
+    assert_string_equal(order, "1Z23456");
     talk_stop(talk);
 }
 
