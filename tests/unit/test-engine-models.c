@@ -1,0 +1,554 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Models and the device, played: loading, room, unloading, reconfiguration, every fault, the heartbeat, and a storm of calls. */
+
+#include "tests/unit/engine-fake.h"
+
+#include <fcntl.h>
+#include <jansson.h>
+#include <sys/mman.h>
+
+static Talk *start(EngineModel *models, size_t n)
+{
+    fake_reset();
+    return talk_start(models, n, 0);
+}
+
+static Seen *load(Talk *talk, const char *name)
+{
+    uint64_t job = 0;
+
+    assert_int_equal(engine_load(talk->engine, 1, name, &job), 0);
+    return talk_wait(talk, job);
+}
+
+static const char *model_state(Talk *talk, const char *name)
+{
+    static EngineModelStatus status; /* one test thread */
+
+    if (!engine_model_status_by_name(talk->engine, name, &status))
+        return "none";
+    return status.state;
+}
+
+static void a_load_ends_when_the_model_is_there(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    Talk *talk = start(&model, 1);
+    EngineModelStatus status;
+    EngineDeviceStatus device;
+
+    (void)state;
+    assert_string_equal(model_state(talk, "m"), "unloaded");
+    assert_int_equal(load(talk, "m")->result, ENGINE_RESULT_DONE);
+    assert_true(engine_model_status(talk->engine, 0, &status));
+    assert_string_equal(status.state, "loaded");
+    assert_string_equal(status.digest, "d1ce");
+    assert_int_equal(status.device_bytes, 100);
+    assert_int_equal(status.context, FAKE_CONTEXT);
+    assert_false(engine_model_status(talk->engine, 1, &status));
+    assert_int_equal(engine_n_models(talk->engine), 1);
+    engine_device_status(talk->engine, &device);
+    assert_true(device.open);
+    assert_string_equal(device.info.name, "Fake");
+    assert_int_equal(device.total_used_bytes, 116);
+    assert_int_equal(load(talk, "m")->result, ENGINE_RESULT_DONE); /* again: at once */
+    assert_int_equal(load(talk, "x")->result, ENGINE_RESULT_NO_SUCH_MODEL);
+    talk_stop(talk);
+}
+
+static void files_that_cannot_be_loaded_fail_by_name_and_others_live(void **state)
+{
+    EngineModel models[] = {fake_model("a", "missing.gguf"), fake_model("b", "corrupt.gguf"), fake_model("c", "unsupported.gguf"),
+                            fake_model("d", "good.gguf")};
+    const EngineResult results[] = {ENGINE_RESULT_MODEL_NOT_INSTALLED, ENGINE_RESULT_MODEL_CORRUPT, ENGINE_RESULT_UNSUPPORTED_MODEL,
+                                    ENGINE_RESULT_DONE};
+    Talk *talk = start(models, 4);
+
+    (void)state;
+    for (int round = 0; round < 2; round++)
+        for (size_t i = 0; i < 4; i++) {
+            EngineRequest request = raw_request(models[i].name, "x", 3);
+            Seen *seen = talk_wait(talk, talk_generate(talk, &request));
+
+            assert_int_equal(seen->result, results[i]);
+            assert_int_equal(load(talk, models[i].name)->result, results[i]);
+            assert_string_equal(model_state(talk, models[i].name), i == 3 ? "loaded" : "failed");
+        }
+    assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_ESTIMATE, .model = "b"})->result, ENGINE_RESULT_MODEL_CORRUPT);
+    talk_stop(talk);
+}
+
+static void two_loads_that_fit_singly_only_one_succeeds(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a600.gguf"), fake_model("b", "b600.gguf")};
+    Talk *talk = start(models, 2);
+    uint64_t a = 0, b = 0;
+    Seen *seen;
+
+    (void)state;
+    assert_int_equal(engine_load(talk->engine, 1, "a", &a), 0);
+    assert_int_equal(engine_load(talk->engine, 2, "b", &b), 0);
+    assert_int_equal(talk_wait(talk, a)->result, ENGINE_RESULT_DONE);
+    seen = talk_wait(talk, b);
+    assert_int_equal(seen->result, ENGINE_RESULT_OUT_OF_DEVICE_MEMORY);
+    assert_non_null(strstr(seen->detail.text, "'b'"));
+    assert_string_equal(model_state(talk, "a"), "loaded");
+    assert_string_equal(model_state(talk, "b"), "failed");
+    talk_stop(talk);
+}
+
+static void a_generation_makes_an_idle_model_give_way(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a600.gguf"), fake_model("b", "b600.gguf"), fake_model("c", "c600.gguf")};
+    EngineRequest request = raw_request("b", "x", 3), long_one = raw_request("b", "y", 100);
+    uint64_t running;
+    Talk *talk;
+    Seen *seen;
+
+    (void)state;
+    models[0].keep_alive_usec = models[1].keep_alive_usec = 60000000;
+    talk = start(models, 3);
+    assert_int_equal(load(talk, "a")->result, ENGINE_RESULT_DONE);
+    assert_int_equal(talk_wait(talk, talk_generate(talk, &request))->result, ENGINE_RESULT_DONE);
+    assert_string_equal(model_state(talk, "a"), "unloaded");
+    assert_string_equal(model_state(talk, "b"), "loaded");
+    FAKE_SET(pass_usec, 1000);
+    running = talk_generate(talk, &long_one);
+    talk_until(talk, talk->seen[running].n_text > 0);
+    request.model = "c"; /* nothing idle to push out */
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_int_equal(seen->result, ENGINE_RESULT_OUT_OF_DEVICE_MEMORY);
+    assert_speaks(talk_wait(talk, running), "y", 100);
+    talk_stop(talk);
+}
+
+static void the_batch_shrinks_until_it_fits(void **state)
+{
+    EngineModel model = fake_model("m", "m994.gguf"); /* 512 rows would need 16 more, 128 need 4 */
+    EngineRequest request = raw_request("m", NULL, 2);
+    char prompt[1025];
+    Talk *talk = start(&model, 1);
+    Seen *seen;
+
+    (void)state;
+    memset(prompt, 'x', 1024);
+    prompt[1024] = 0;
+    request.raw = prompt;
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_int_equal(seen->result, ENGINE_RESULT_DONE);
+    assert_speaks(seen, prompt, 2);
+    assert_int_equal(fake.passes[0].n_rows, 128);
+    talk_stop(talk);
+}
+
+static void unload_lets_running_jobs_end_and_sessions_keep_their_ids(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    Talk *talk = start(&model, 1);
+    EngineRequest request = raw_request(NULL, "Tell me", 60);
+    uint64_t job, after;
+    char prompt[256];
+
+    (void)state;
+    request.session = talk_open(talk, "m", 1);
+    FAKE_SET(pass_usec, 300);
+    job = talk_generate(talk, &request);
+    talk_until(talk, talk->seen[job].n_text > 3);
+    assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_UNLOAD, .model = "m"})->result, ENGINE_RESULT_DONE);
+    request.session = 0;
+    request.model = "m";
+    after = talk_generate(talk, &request); /* waits for the next load */
+    assert_speaks(talk_wait(talk, job), "Tell me", 60);
+    assert_speaks(talk_wait(talk, after), "Tell me", 60);
+    assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_UNLOAD, .model = "m"})->result, ENGINE_RESULT_DONE);
+    talk_until(talk, strcmp(model_state(talk, "m"), "unloaded") == 0);
+    assert_int_equal(FAKE_GET(n_models), 0);
+    (void)snprintf(prompt, sizeof(prompt), "Tell me%.100s more", talk->seen[job].text);
+    request.session = 1;
+    request.raw = prompt;
+    job = talk_generate(talk, &request);
+    assert_speaks(talk_wait(talk, job), prompt, 60);
+    assert_int_equal(talk->seen[job].usage.reused_tokens, 0);
+    talk_stop(talk);
+}
+
+static void an_idle_model_is_unloaded_in_time(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    EngineRequest request = raw_request("m", "x", 3);
+    Talk *talk;
+
+    (void)state;
+    model.keep_alive_usec = 30000;
+    talk = start(&model, 1);
+    assert_int_equal(talk_wait(talk, talk_generate(talk, &request))->result, ENGINE_RESULT_DONE);
+    talk_until(talk, strcmp(model_state(talk, "m"), "unloaded") == 0);
+    assert_int_equal(talk_wait(talk, talk_generate(talk, &request))->result, ENGINE_RESULT_DONE);
+    talk_stop(talk);
+}
+
+static void a_model_to_preload_is_loaded_at_start(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a.gguf"), fake_model("b", "missing.gguf")};
+    Talk *talk;
+
+    (void)state;
+    models[0].preload = models[1].preload = true;
+    talk = start(models, 2);
+    talk_until(talk, strcmp(model_state(talk, "a"), "loaded") == 0 && strcmp(model_state(talk, "b"), "failed") == 0);
+    talk_stop(talk);
+}
+
+static void a_new_configuration_waits_for_running_jobs(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a.gguf"), fake_model("b", "b.gguf")},
+                next[] = {fake_model("a", "a2.gguf"), fake_model("c", "c.gguf")};
+    EngineRequest on_a = raw_request("a", "A", 60), on_b = raw_request("b", "B", 60);
+    uint64_t a, b, again, gone, session;
+    EngineModelStatus status;
+    Talk *talk = start(models, 2);
+
+    (void)state;
+    FAKE_SET(pass_usec, 300);
+    session = talk_open(talk, "b", 1);
+    a = talk_generate(talk, &on_a);
+    b = talk_generate(talk, &on_b);
+    talk_until(talk, talk->seen[a].n_text > 2 && talk->seen[b].n_text > 2);
+    assert_int_equal(engine_reconfigure(talk->engine, next, 2), 0);
+    again = talk_generate(talk, &on_a);
+    gone = talk_generate(talk, &on_b);
+    assert_int_equal(talk_wait(talk, gone)->result, ENGINE_RESULT_NO_SUCH_MODEL);
+    assert_speaks(talk_wait(talk, a), "A", 60);
+    assert_speaks(talk_wait(talk, b), "B", 60);
+    assert_speaks(talk_wait(talk, again), "A", 60);
+    assert_true(engine_model_status_by_name(talk->engine, "a", &status));
+    assert_string_equal(status.path, "a2.gguf");
+    assert_string_equal(model_state(talk, "b"), "none");
+    assert_string_equal(model_state(talk, "c"), "unloaded");
+    talk_until(talk, talk->n_closed == 1);
+    assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_SESSION_CACHE, .session = session})->result,
+                     ENGINE_RESULT_NO_SUCH_SESSION);
+    talk_stop(talk);
+}
+
+static void a_path_that_changes_while_it_is_opened_is_opened_anew(void **state)
+{
+    EngineModel model = fake_model("m", "missing.gguf"), next = fake_model("m", "good.gguf");
+    EngineRequest request = raw_request("m", "x", 3);
+    Talk *talk = start(&model, 1);
+    uint64_t job;
+
+    (void)state;
+    FAKE_SET(open_usec, 50000);
+    job = talk_generate(talk, &request);
+    talk_until(talk, talk->seen[job].n_states > 0); /* loading */
+    assert_int_equal(engine_reconfigure(talk->engine, &next, 1), 0);
+    assert_int_equal(talk_wait(talk, job)->result, ENGINE_RESULT_DONE);
+    talk_stop(talk);
+}
+
+/* ---- faults ------------------------------------------------------------------------------------------------------------------- */
+
+static void without_a_device_jobs_fail_with_the_reason_and_the_rest_works(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    EngineRequest request = raw_request("m", "x", 3);
+    EngineDeviceStatus device;
+    Talk *talk;
+    Seen *seen;
+
+    (void)state;
+    fake_reset();
+    FAKE_SET(no_device, true);
+    talk = talk_start(&model, 1, 0);
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_int_equal(seen->result, ENGINE_RESULT_NO_DEVICE);
+    assert_non_null(strstr(seen->detail.text, "pocl-opencl-icd"));
+    engine_device_status(talk->engine, &device);
+    assert_false(device.open);
+    assert_non_null(strstr(device.error.text, "pocl-opencl-icd"));
+    assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_COUNT_TOKENS, .model = "m", .text = "abc"})->result,
+                     ENGINE_RESULT_DONE);
+    assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_TRACE_START})->result, ENGINE_RESULT_NO_DEVICE);
+    for (int i = 0; i < 20; i++) /* does not hammer the driver */
+        talk_wait(talk, talk_generate(talk, &request));
+    assert_int_equal(FAKE_GET(n_opens), 1);
+    FAKE_SET(no_device, false);
+    fake_sleep(1100000); /* the first back-off is a second */
+    assert_int_equal(talk_wait(talk, talk_generate(talk, &request))->result, ENGINE_RESULT_DONE);
+    assert_int_equal(FAKE_GET(n_opens), 2);
+    talk_stop(talk);
+}
+
+static void a_lost_device_fails_what_runs_and_serves_what_comes_next(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    EngineRequest request = raw_request(NULL, "Tell me", 60), other = raw_request("m", "Other", 60);
+    uint64_t session, job, second;
+    Talk *talk = start(&model, 1);
+
+    (void)state;
+    session = request.session = talk_open(talk, "m", 1);
+    for (int hang = 0; hang < 2; hang++) {
+        FAKE_SET(pass_usec, 300);
+        job = talk_generate(talk, &request);
+        second = talk_generate(talk, &other);
+        talk_until(talk, talk->seen[job].n_text > 3 && talk->seen[second].n_text > 3);
+        if (hang)
+            FAKE_SET(hang, true);
+        else
+            FAKE_SET(lose, true);
+        assert_int_equal(talk_wait(talk, job)->result, hang ? ENGINE_RESULT_DEVICE_HUNG : ENGINE_RESULT_DEVICE_LOST);
+        assert_int_equal(talk_wait(talk, second)->result, hang ? ENGINE_RESULT_DEVICE_HUNG : ENGINE_RESULT_DEVICE_LOST);
+        assert_non_null(strstr(talk->seen[job].detail.text, "gone"));
+        FAKE_SET(pass_usec, 0);
+        job = talk_generate(talk, &request); /* the session has kept its ids */
+        assert_speaks(talk_wait(talk, job), "Tell me", 60);
+        assert_int_equal(FAKE_GET(n_opens), 2 + hang);
+    }
+    assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_CLOSE_SESSION, .owner = 1, .session = session})->result,
+                     ENGINE_RESULT_DONE);
+    talk_stop(talk);
+}
+
+static void logits_that_are_no_numbers_fail_their_job_only(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    EngineRequest good = raw_request("m", "Good", 60), bad = raw_request("m", "Bad", 60);
+    Talk *talk = start(&model, 1);
+    uint64_t a, b;
+
+    (void)state;
+    FAKE_SET(nan_for, 'B');
+    FAKE_SET(hold, true);
+    a = talk_generate(talk, &good);
+    b = talk_generate(talk, &bad);
+    FAKE_SET(hold, false);
+    assert_int_equal(talk_wait(talk, b)->result, ENGINE_RESULT_NUMERIC);
+    assert_non_null(strstr(talk->seen[b].detail.text, "token 3"));
+    assert_speaks(talk_wait(talk, a), "Good", 60);
+    talk_stop(talk);
+}
+
+/* ---- evaluation, status, heartbeat ------------------------------------------------------------------------------------------------ */
+
+static void evaluation_writes_the_logits_of_every_row(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    Talk *talk = start(&model, 1);
+    _cleanup_(freep) float *rows = malloc(200 * FAKE_VOCAB * sizeof(float));
+    char header[129] = "";
+    int32_t ids[200];
+    uint64_t job = 0;
+    int fd = memfd_create("npy", MFD_CLOEXEC), keep = dup(fd);
+
+    (void)state;
+    assert_non_null(rows);
+    for (int i = 0; i < 200; i++)
+        ids[i] = i * 31 % 256;
+    assert_int_equal(engine_evaluate(talk->engine, 1, "m", NULL, ids, 200, fd, &job), 0);
+    assert_int_equal(talk_wait(talk, job)->result, ENGINE_RESULT_DONE);
+    assert_int_equal(pread(keep, header, 128, 0), 128);
+    assert_memory_equal(header, "\x93NUMPY\x01\x00\x76\x00", 10);
+    assert_non_null(strstr(header + 10, "'shape': (200, 260)"));
+    assert_int_equal(header[127], '\n');
+    assert_int_equal(pread(keep, rows, 200 * FAKE_VOCAB * sizeof(float), 128), 200 * FAKE_VOCAB * sizeof(float));
+    for (uint32_t i = 0; i < 200; i++)
+        assert_true(rows[i * FAKE_VOCAB + (uint32_t)fake_next(ids, i + 1, 0)] == 10);
+    assert_int_equal(lseek(keep, 0, SEEK_END), 128 + 200 * FAKE_VOCAB * sizeof(float));
+    (void)close(keep);
+    talk_stop(talk);
+}
+
+static void evaluation_refuses_a_pipe(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    Talk *talk = start(&model, 1);
+    uint64_t job = 0;
+    int fds[2];
+
+    (void)state;
+    assert_int_equal(pipe2(fds, O_CLOEXEC), 0);
+    assert_int_equal(engine_evaluate(talk->engine, 1, "m", NULL, (int32_t[]){1, 2}, 2, fds[1], &job), 0);
+    assert_int_equal(talk_wait(talk, job)->result, ENGINE_RESULT_INVALID_ARGS);
+    assert_int_equal(read(fds[0], &job, 1), 0); /* closed */
+    (void)close(fds[0]);
+    talk_stop(talk);
+}
+
+static void the_status_is_valid_json_at_any_time(void **state)
+{
+    EngineModel models[] = {fake_model("m", "m.gguf"), fake_model("bad", "missing.gguf")};
+    EngineRequest request = raw_request("m", "x", 0);
+    Talk *talk = start(models, 2);
+    uint64_t job;
+
+    (void)state;
+    FAKE_SET(pass_usec, 300);
+    talk_open(talk, "m", 1);
+    load(talk, "bad");
+    job = talk_generate(talk, &request);
+    for (int i = 0; i < 20; i++) {
+        EngineEvent *reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_STATUS});
+        json_t *json = json_loads(reply->json, 0, NULL);
+
+        assert_int_equal(json_array_size(json_object_get(json, "models")), 2);
+        assert_int_equal(json_array_size(json_object_get(json, "sessions")), 1);
+        assert_int_equal(json_array_size(json_object_get(json, "jobs")), 1);
+        assert_true(json_is_object(json_object_get(json, "device")) && json_is_object(json_object_get(json, "counters")));
+        json_decref(json);
+    }
+    engine_cancel(talk->engine, job);
+    talk_wait(talk, job);
+    talk_stop(talk);
+}
+
+static void an_estimate_needs_no_loaded_model(void **state)
+{
+    EngineModel model = fake_model("m", "m994.gguf");
+    Talk *talk = start(&model, 1);
+    EngineEvent *reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_ESTIMATE, .model = "m"});
+    json_t *json;
+
+    (void)state;
+    assert_int_equal(reply->result, ENGINE_RESULT_DONE);
+    json = json_loads(reply->json, 0, NULL);
+    assert_int_equal(json_integer_value(json_object_get(json, "weight-bytes")), 994);
+    assert_int_equal(json_integer_value(json_object_get(json, "rows-per-pass")), 128);
+    assert_true(json_is_true(json_object_get(json, "fits")));
+    json_decref(json);
+    assert_int_equal(FAKE_GET(n_models), 0);
+    talk_stop(talk);
+}
+
+static void the_heartbeat_tells_idle_from_stuck(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    EngineRequest request = raw_request("m", "x", 30);
+    Talk *talk = start(&model, 1);
+    uint64_t beat, job;
+
+    (void)state;
+    load(talk, "m");
+    fake_sleep(20000);
+    beat = engine_heartbeat(talk->engine);
+    assert_true(engine_heartbeat(talk->engine) > beat); /* idle is fine */
+    FAKE_SET(hold, true);
+    job = talk_generate(talk, &request);
+    talk_until(talk, talk->seen[job].n_states > 0);
+    fake_sleep(20000);
+    beat = engine_heartbeat(talk->engine);
+    fake_sleep(20000);
+    assert_int_equal(engine_heartbeat(talk->engine), beat); /* a pass that does not come back is not */
+    FAKE_SET(hold, false);
+    talk_wait(talk, job);
+    assert_true(engine_heartbeat(talk->engine) > beat);
+    talk_stop(talk);
+}
+
+/* ---- a storm --------------------------------------------------------------------------------------------------------------------- */
+
+static uint32_t random_below(uint64_t *at, uint32_t n)
+{
+    *at = *at * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(*at >> 33) % n;
+}
+
+/* 3,000 calls in any order, with faults: every job ends exactly once (talk_hear() checks) and nothing stays behind. */
+static void any_order_of_calls_ends_every_job_once(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a400.gguf"), fake_model("b", "b400.gguf"), fake_model("bad", "missing.gguf")};
+    const char *names[] = {"a", "b", "bad", "none"}, *prompts[] = {"One", "One two", "Other", "Another quite long prompt of many tokens"};
+    uint64_t at = 20241129, jobs[200], n_jobs = 0, sessions[8] = {0}, cookie = 0;
+    Talk *talk;
+
+    (void)state;
+    print_message("seed %llu\n", (unsigned long long)at);
+    models[0].keep_alive_usec = models[1].keep_alive_usec = 5000;
+    models[0].parallel = 2;
+    talk = start(models, 3);
+    FAKE_SET(room_tokens, 400);
+    for (int i = 0; i < 3000; i++) {
+        EngineRequest request = raw_request(names[random_below(&at, 4)], prompts[random_below(&at, 4)], 1 + random_below(&at, 30));
+        EngineQuery query = {.kind = (EngineQueryKind)random_below(&at, ENGINE_QUERY_TRACE_START), .owner = 1, .model = names[random_below(&at, 4)],
+                             .session = sessions[random_below(&at, 8)], .text = "abc", .n = -(int64_t)random_below(&at, 5)};
+
+        request.priority = (EnginePriority)random_below(&at, 3);
+        request.owner = 1 + random_below(&at, 3);
+        switch (random_below(&at, 10)) {
+        case 0:
+        case 1:
+            if (n_jobs == N_ELEMENTS(jobs))
+                break;
+            if (random_below(&at, 2)) {
+                request.session = sessions[random_below(&at, 8)];
+                request.owner = 1;
+            }
+            jobs[n_jobs++] = talk_generate(talk, &request);
+            break;
+        case 2:
+            engine_cancel(talk->engine, 1 + random_below(&at, 200));
+            break;
+        case 3:
+            engine_pause(talk->engine, 1 + random_below(&at, 200), random_below(&at, 3) == 0);
+            break;
+        case 4:
+            if (random_below(&at, 20) == 0)
+                engine_owner_gone(talk->engine, 2 + random_below(&at, 2));
+            break;
+        case 5:
+            if (cookie + 1 < N_ELEMENTS(talk->replies)) {
+                query.cookie = ++cookie;
+                assert_int_equal(engine_query(talk->engine, &query), 0);
+            }
+            break;
+        case 6:
+            sessions[random_below(&at, 8)] = 1 + random_below(&at, 12);
+            break;
+        case 7:
+            if (random_below(&at, 40) == 0)
+                FAKE_SET(lose, true);
+            break;
+        case 8:
+            if (random_below(&at, 30) == 0)
+                assert_int_equal(engine_reconfigure(talk->engine, models, 2 + random_below(&at, 2)), 0);
+            break;
+        case 9:
+            fake_sleep(random_below(&at, 300));
+            break;
+        }
+        talk_listen(talk);
+    }
+    for (uint64_t i = 0; i < n_jobs; i++)
+        engine_pause(talk->engine, jobs[i], false);
+    for (uint64_t i = 0; i < n_jobs; i++)
+        talk_wait(talk, jobs[i]);
+    talk_stop(talk);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_load_ends_when_the_model_is_there),
+        cmocka_unit_test(files_that_cannot_be_loaded_fail_by_name_and_others_live),
+        cmocka_unit_test(two_loads_that_fit_singly_only_one_succeeds),
+        cmocka_unit_test(a_generation_makes_an_idle_model_give_way),
+        cmocka_unit_test(the_batch_shrinks_until_it_fits),
+        cmocka_unit_test(unload_lets_running_jobs_end_and_sessions_keep_their_ids),
+        cmocka_unit_test(an_idle_model_is_unloaded_in_time),
+        cmocka_unit_test(a_model_to_preload_is_loaded_at_start),
+        cmocka_unit_test(a_new_configuration_waits_for_running_jobs),
+        cmocka_unit_test(a_path_that_changes_while_it_is_opened_is_opened_anew),
+        cmocka_unit_test(without_a_device_jobs_fail_with_the_reason_and_the_rest_works),
+        cmocka_unit_test(a_lost_device_fails_what_runs_and_serves_what_comes_next),
+        cmocka_unit_test(logits_that_are_no_numbers_fail_their_job_only),
+        cmocka_unit_test(evaluation_writes_the_logits_of_every_row),
+        cmocka_unit_test(evaluation_refuses_a_pipe),
+        cmocka_unit_test(the_status_is_valid_json_at_any_time),
+        cmocka_unit_test(an_estimate_needs_no_loaded_model),
+        cmocka_unit_test(the_heartbeat_tells_idle_from_stuck),
+        cmocka_unit_test(any_order_of_calls_ends_every_job_once),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
