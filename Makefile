@@ -115,7 +115,12 @@ FORCE:
 
 test_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/lib/*.c)))
 
-$(BUILD)/tests/%: $(BUILD)/tests/%.o $(test_objects) $(BUILD)/libleat.a
+# An archive, so that a program links only what it uses: the engine's tests play the layers below themselves.
+$(BUILD)/tests/libtests.a: $(test_objects)
+	$(call say,AR,$@)
+	$(Q)rm -f $@ && ar rcs $@ $^
+
+$(BUILD)/tests/%: $(BUILD)/tests/%.o $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 

@@ -330,10 +330,7 @@ void slot_unload(Engine *engine, ModelSlot *slot)
     slot->stores = NULL;
     slot->model = model_free(slot->model);
     slot->chat_template = chat_template_free(slot->chat_template);
-    /* A hung driver may still write to it one day: then it is left alone rather than freed. */
-    if (!engine->gpu || !gpu_is_hung(engine->gpu))
-        free(slot->logits);
-    slot->logits = NULL;
+    device_free_host(engine, TAKE_PTR(slot->logits));
     slot->unload_wanted = false;
     engine->admission_due = true;
     if (!was_loaded)
