@@ -423,8 +423,10 @@ static int filter_map(Jinja *jinja, const FilterCall *call, JinjaValue *ret)
             return jinja_fail(jinja, "map: filter '%.*s' is not supported", (int)MIN(name->n, (size_t)60), name->data);
     } else if (attribute->type != JINJA_STRING)
         return jinja_fail(jinja, "map: the attribute is to be a string");
-    JINJA_TRY(jinja_iterate(jinja, call->value, &items));
     JINJA_TRY(jinja_new_list(jinja, ret));
+    if (!jinja_truth(call->value)) /* none as well, as in Jinja */
+        return 0;
+    JINJA_TRY(jinja_iterate(jinja, call->value, &items));
     for (size_t i = 0; i < items->n; i++) {
         if (name)
             JINJA_TRY(jinja_filter(jinja, name, &items->items[i], &rest, &value));
@@ -453,8 +455,10 @@ static int filter_select(Jinja *jinja, const FilterCall *call, JinjaValue *ret)
             return jinja_fail(jinja, "test '%.*s' is not supported", (int)MIN(test->n, (size_t)60), test->data);
         rest = (JinjaArguments){rest.values + by_attribute + 1, rest.names + by_attribute + 1, rest.n - by_attribute - 1};
     }
-    JINJA_TRY(jinja_iterate(jinja, call->value, &items));
     JINJA_TRY(jinja_new_list(jinja, ret));
+    if (!jinja_truth(call->value)) /* none as well, as in Jinja */
+        return 0;
+    JINJA_TRY(jinja_iterate(jinja, call->value, &items));
     for (size_t i = 0; i < items->n; i++) {
         JinjaValue value = items->items[i];
         bool holds;

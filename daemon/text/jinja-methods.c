@@ -148,7 +148,7 @@ static int split_at_last(Jinja *jinja, const JinjaString *string, const JinjaStr
     return push_slice(jinja, list, string, 0, end, true);
 }
 
-/* Runs of blanks separate, and none stand at the ends. */
+/* Runs of blanks separate, and none stand at the ends, but behind the last part of a limited split. */
 static int split_at_blanks(Jinja *jinja, const JinjaString *string, int64_t limit, JinjaList *list)
 {
     JinjaString rest = jinja_strip(string, NULL, true, false);
@@ -156,10 +156,8 @@ static int split_at_blanks(Jinja *jinja, const JinjaString *string, int64_t limi
     while (rest.n > 0) {
         size_t n = 0;
 
-        if (limit == 0) {
-            rest = jinja_strip(&rest, NULL, false, true);
+        if (limit == 0)
             return push_slice(jinja, list, &rest, 0, rest.n, false);
-        }
         while (n < rest.n) {
             size_t size = 1;
 
