@@ -318,7 +318,7 @@ static int encode_word(void *userdata, const char *word, size_t length)
     if (pre_tokenizer_prefers_whole_words(tokenizer->pre)) {
         int32_t id = vocabulary_find(&tokenizer->vocabulary, word, length);
 
-        if (id >= 0) {
+        if (id >= 0 && tokenizer->vocabulary.kinds[id] == TOKEN_KIND_NORMAL) {
             list->ids[list->n++] = id;
             return 0;
         }
