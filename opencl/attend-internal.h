@@ -17,6 +17,8 @@ typedef struct Attend {
     AttendOptions options; /* inv_freq is NULL: it was borrowed */
     AttendKernels kernels; /* chosen, never AUTO */
     KvLayout layout;
+    uint32_t columns;           /* query heads that share a read of the keys */
+    uint32_t blocks_per_launch; /* of one group; INT32_MAX unless the driver limits loops */
     AttendSizes sizes;
     GpuBuffer *operands, *state, *kept, *partials, *page_angles, *places, *scratch;
     GpuKernel *prepare, *pack, *tile, *fold, *finish, *commit, *refill;

@@ -144,28 +144,22 @@ static bool choose_split(const Attend *attend, const AttendPass *pass, const Att
     return attend->options.spread == ATTEND_SPREAD_SPLIT || n_walks < enough;
 }
 
-int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const AttendTile *tile, GpuWait wait,
-                GpuEvent **ret_event)
+/* One launch over a tile; sequential ones walk refs [skip, skip + most) of each group. */
+static int launch_tile(Attend *attend, const AttendPass *pass, const AttendTile *tile, bool split, uint32_t ref_rows, uint32_t skip,
+                       uint32_t most, GpuWait wait, GpuEvent **ret_event)
 {
     const KvShape *shape = &attend->options.shape;
-    uint32_t ref_rows, n_units;
+    bool lanes = attend->kernels == ATTEND_KERNELS_LANES;
+    uint32_t n_shares = lanes ? (ref_rows * (shape->n_heads / shape->n_kv_heads) + attend->columns - 1) / attend->columns : 1;
+    uint32_t n_units = (split ? tile->n_refs : pass->n_groups) * shape->n_kv_heads * n_shares;
     Arguments a = {.kernel = attend->tile};
-    bool split;
-    int r;
 
-    (void)layer;
-    if (!pass_fits(attend, pass) || tile->n_refs == 0 || tile->n_refs > attend->options.max_refs)
-        return error_origin(-EINVAL);
-    if (attend->pending.spans) {
-        r = fold_pending(attend, pass);
-        if (r)
-            return error_trace(r);
-    }
-    split = choose_split(attend, pass, tile, &ref_rows);
-    n_units = (split ? tile->n_refs : pass->n_groups) * shape->n_kv_heads;
     pass_int(&a, !split);
     pass_int(&a, n_units);
+    pass_int(&a, n_shares);
     pass_int(&a, ref_rows);
+    pass_int(&a, skip);
+    pass_int(&a, most);
     pass_part(&a, pass->groups, pass->groups_offset);
     pass_part(&a, tile->refs, tile->refs_offset);
     pass_part(&a, tile->spans, tile->spans_offset);
@@ -179,12 +173,35 @@ int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer
     pass_buffer(&a, attend->scratch);
     if (a.r)
         return error_trace(a.r);
-    if (split) {
+    return gpu_launch(attend->tile, range_for(attend, n_units, split ? 3 : 1, ATTEND_TILE_GROUPS_MAX), wait, ret_event);
+}
+
+int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const AttendTile *tile, GpuWait wait,
+                GpuEvent **ret_event)
+{
+    uint32_t ref_rows, most = attend->blocks_per_launch, skip;
+    int r;
+
+    (void)layer;
+    if (!pass_fits(attend, pass) || tile->n_refs == 0 || tile->n_refs > attend->options.max_refs)
+        return error_origin(-EINVAL);
+    if (attend->pending.spans) {
+        r = fold_pending(attend, pass);
+        if (r)
+            return error_trace(r);
+    }
+    if (choose_split(attend, pass, tile, &ref_rows)) {
         attend->pending.spans = tile->spans;
         attend->pending.spans_offset = tile->spans_offset;
         attend->pending.ref_rows = ref_rows;
+        return launch_tile(attend, pass, tile, true, ref_rows, 0, most, wait, ret_event);
     }
-    return gpu_launch(attend->tile, range_for(attend, n_units, split ? 3 : 1, ATTEND_TILE_GROUPS_MAX), wait, ret_event);
+    for (skip = 0; tile->n_refs - skip > most; skip += most) {
+        r = launch_tile(attend, pass, tile, false, ref_rows, skip, most, wait, NULL);
+        if (r)
+            return error_trace(r);
+    }
+    return launch_tile(attend, pass, tile, false, ref_rows, skip, most, wait, ret_event);
 }
 
 int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *layer, GpuBuffer *out)

@@ -33,8 +33,8 @@ Attend *attend_free(Attend *attend)
     return NULL;
 }
 
-/* Query heads that share a read of the keys: all of a KV head up to four, else even shares of at most four. */
-static uint32_t columns(const KvShape *shape)
+/* All query heads of a KV head up to four, else even shares of at most four. */
+static uint32_t choose_columns(const KvShape *shape)
 {
     uint32_t n_rep = shape->n_heads / shape->n_kv_heads, n_shares = (n_rep + 3) / 4;
 
@@ -56,7 +56,7 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
                  o->shape.head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, form, o->form.k_bits,
                  o->form.v_bits, l->n_groups, o->tail_bits, l->record_bytes, l->page_bytes, l->k_high_offset, l->v_offset,
                  l->v_high_offset, l->k_scale_offset, l->v_scale_offset, float_to_bits((float)(o->scale * M_LOG2E)),
-                 lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, columns(&o->shape), attend->kernels >= ATTEND_KERNELS_BW,
+                 lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, attend->columns, attend->kernels >= ATTEND_KERNELS_BW,
                  attend->kernels == ATTEND_KERNELS_VNNI);
     return n < 0 || (size_t)n >= size ? -EOVERFLOW : 0;
 }
@@ -128,6 +128,15 @@ static int upload_table(Attend *attend, GpuBuffer *to, uint64_t bytes, const Att
     return gpu_event_wait(attend->gpu, event, TABLE_TIMEOUT_USEC, reterr);
 }
 
+/* llvmpipe's guard against endless shaders counts 65,535 iterations of all loops of a work-item; a block of head size 64 takes up to
+ * 6,000, and they grow with the head. */
+static uint32_t choose_blocks_per_launch(const GpuInfo *info, const KvShape *shape)
+{
+    if (!strcasestr(info->platform, "rusticl"))
+        return INT32_MAX;
+    return MAX(256 / shape->head_dim, 1u);
+}
+
 int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail *reterr)
 {
     _cleanup_(attend_freep) Attend *attend = NULL;
@@ -142,8 +151,11 @@ int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail
     r = attend_choose(gpu_info(gpu), options, &attend->kernels, &attend->layout, reterr);
     if (!r)
         r = attend_sizes(options, attend->kernels, &attend->sizes, reterr);
-    if (!r)
-        r = build_kernels(attend, reterr);
+    if (r)
+        return r;
+    attend->columns = choose_columns(&options->shape);
+    attend->blocks_per_launch = choose_blocks_per_launch(gpu_info(gpu), &options->shape);
+    r = build_kernels(attend, reterr);
     if (!r)
         r = allocate(attend, reterr);
     if (!r)

@@ -4,18 +4,21 @@
  *   split       a unit is a (ref, KV head): partial results go to (n_refs, @ref_rows, N_HEADS) of `partials`, attend_fold or
  *               attend_finish merges them in order; for few groups
  *   sequential  a unit is a (group, KV head), which walks its refs and merges into the rows' state; for many
- * Work-groups of LANES take contiguous ranges of units.
+ * GPUs deal the columns of a unit to @n_shares units of their own.  Work-groups of LANES take contiguous ranges of units.
+ * A sequential launch walks refs [skip, skip + most) of each group: Mesa's llvmpipe ends the loops of a work-item silently after 65,535
+ * iterations in all, so there the host cuts long walks.
  */
 
-/* All columns of one ref: rows of the group times query heads of the KV head, COLS at a time. */
-static inline void walk_ref(const __global Ref *ref, const __global Group *group, int kv_head, bool fold, __global float *out,
+/* Columns of one ref: rows of the group times query heads of the KV head, COLS at a time. */
+static inline void walk_ref(const __global Ref *ref, const __global Group *group, int kv_head, int share, int n_shares, bool fold,
+                            __global float *out,
                             const __global float *operands, const __global uchar *pages, const __global uchar *fresh,
                             const __global float *page_angles, const __global float *places, SHARED float *shared,
                             __global uchar *scratch)
 {
     const int n = group->n_rows * N_REP;
 
-    for (int first = 0; first < n; first += COLS) {
+    for (int first = share * COLS; first < n; first += n_shares * COLS) {
         Columns columns;
 
         for (int c = 0; c < COLS; c++) {
@@ -30,7 +33,7 @@ static inline void walk_ref(const __global Ref *ref, const __global Group *group
     }
 }
 
-__kernel void attend_tile(int sequential, int n_units, int ref_rows, const __global uchar *group_buffer, ulong groups_offset,
+__kernel void attend_tile(int sequential, int n_units, int n_shares, int ref_rows, int skip, int most, const __global uchar *group_buffer, ulong groups_offset,
                           const __global uchar *ref_buffer, ulong refs_offset, const __global uchar *span_buffer, ulong spans_offset,
                           const __global uchar *page_buffer, ulong pages_offset, const __global uchar *fresh,
                           const __global float *operands, __global float *state, __global float *partials,
@@ -41,17 +44,21 @@ __kernel void attend_tile(int sequential, int n_units, int ref_rows, const __glo
     const __global Ref *refs = AT(Ref, ref_buffer, refs_offset);
 
     for (int unit = unit_begin(n_units); unit < unit_end(n_units); unit++) {
-        const int kv_head = unit % N_KV;
-        Span span = {unit / N_KV, 1};
+        const int share = unit % n_shares, kv_head = unit / n_shares % N_KV, index = unit / n_shares / N_KV;
+        int first = index, end = index + 1;
 
-        if (sequential)
-            span = AT(Span, span_buffer, spans_offset)[unit / N_KV];
-        for (int r = span.first_ref; r < span.first_ref + span.n_refs; r++) {
+        if (sequential) {
+            const Span span = AT(Span, span_buffer, spans_offset)[index];
+
+            first = span.first_ref + min(skip, span.n_refs);
+            end = first + min(most, span.n_refs - min(skip, span.n_refs));
+        }
+        for (int r = first; r < end; r++) {
             const __global Group *group = groups + refs[r].group;
             __global float *out = sequential ? state + (size_t)group->row0 * N_HEADS * STATE_FLOATS
                                              : partials + (size_t)r * ref_rows * N_HEADS * STATE_FLOATS;
 
-            walk_ref(refs + r, group, kv_head, sequential, out, operands, page_buffer + pages_offset, fresh, page_angles, places,
+            walk_ref(refs + r, group, kv_head, share, n_shares, sequential, out, operands, page_buffer + pages_offset, fresh, page_angles, places,
                      shared, scratch);
         }
     }
