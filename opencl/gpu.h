@@ -15,7 +15,13 @@
  *               the status of every one of them, because OpenCL runs a command although an earlier one failed.
  *
  * All functions are called from one thread (the engine's), except where "any thread" is said.
- * After a failing call other than a refused allocation the device is *lost*: later calls return -ENODEV at once.
+ * After a failing call other than a refused allocation the device is *lost*: later calls return -ENODEV at once.  A wrong
+ * argument of ours (range, size, name) is refused with -EINVAL or -ENOENT before the driver sees it and loses nothing.
+ * Freeing objects of a hung device abandons what the driver holds, because releasing it may block for ever.
+ *
+ * Environment: LEAT_SIMD=portable|avx2|avx512bw|vnni lowers GpuInfo.simd (tests).  The ICD loader reads its directory once
+ * per process: a driver installed later is found by a new process only.  PoCL unpacks binaries under POCL_CACHE_DIR, else
+ * $XDG_CACHE_HOME/pocl or ~/.cache/pocl: a sandboxed daemon sets one of them to a place that it may write.
  */
 
 #include "quant/base/error.h"
@@ -64,7 +70,8 @@ typedef struct GpuOptions {
     const GpuMatch *matches; /* borrowed during the call; the first match of a device wins; unmatched devices: yes */
     size_t n_matches;
     const char *cache_dir;     /* program binaries; NULL: no disk cache */
-    const char *compiler;      /* executable run as `COMPILER --compile-program` with a job on stdin; NULL: build in process */
+    const char *compiler;      /* path of the executable run as `COMPILER --compile-program` with a job on stdin, within
+                                * 120 s; NULL: build in process */
     uint64_t default_max_memory_bytes; /* budget when no match gives one; 0: 3/4 of the device's memory */
 } GpuOptions;
 
@@ -88,11 +95,12 @@ typedef struct GpuInfo {
     uint32_t base_alignment_bytes; /* CL_DEVICE_MEM_BASE_ADDR_ALIGN is in bits; this is bytes */
 } GpuInfo;
 
-/* Returns 0, GPU_E_NO_PLATFORM, GPU_E_NO_DEVICE, or a negative errno. */
+/* Opens the best device that passes a self-test (known answers, copies, memory in place); one that fails is passed over, and
+ * the reason of the next says so.  Returns 0, GPU_E_NO_PLATFORM, GPU_E_NO_DEVICE, or a negative errno. */
 int gpu_open(const GpuOptions *options, Gpu **ret, ErrorDetail *reterr);
 Gpu *gpu_free(Gpu *gpu);
 const GpuInfo *gpu_info(const Gpu *gpu);
-bool gpu_is_lost(const Gpu *gpu);
+bool gpu_is_lost(const Gpu *gpu); /* any thread */
 /* Lost because a wait passed its deadline. */
 bool gpu_is_hung(const Gpu *gpu);
 
@@ -154,8 +162,8 @@ typedef struct GpuWait {
 } GpuWait;
 #define GPU_WAIT_NONE ((GpuWait){NULL, 0})
 
-/* Asynchronous copies; host memory must stay valid and unchanged until the event.  @ret_event may be NULL.
- * @label (static string) names the command in the timeline. */
+/* Asynchronous copies of at least one byte; host memory must stay valid and unchanged until the event.  @ret_event may be
+ * NULL.  @label (static string) names the command in the timeline. */
 int gpu_upload(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t offset, const void *from, uint64_t bytes, GpuWait wait,
                const char *label, GpuEvent **ret_event);
 int gpu_download(Gpu *gpu, GpuQueue queue, const GpuBuffer *from, uint64_t offset, void *to, uint64_t bytes,
@@ -168,7 +176,8 @@ int gpu_flush(Gpu *gpu, GpuQueue queue);
 /* Waits for one event with a deadline; 0, GPU_E_HUNG or GPU_E_LOST. */
 int gpu_event_wait(Gpu *gpu, GpuEvent *event, uint64_t timeout_usec, ErrorDetail *reterr);
 
-/* The commands of all queues from here on belong to one step. */
+/* The commands of all queues from here on belong to one step.  Commands outside of a step are checked by the next one, by
+ * gpu_drain(), or when there are thousands. */
 int gpu_step_begin(Gpu *gpu);
 /* Waits until every command of the *compute* queue of this step has completed, and checks them and all completed
  * copies; copies still in flight (prefetch for the next step) are checked by the step that ends after them.
@@ -204,7 +213,9 @@ typedef struct GpuRange {
 #define GPU_RANGE_1D(g, l)          ((GpuRange){{(g), 1, 1}, {(l), 1, 1}})
 #define GPU_RANGE_2D(gx, gy, lx, ly) ((GpuRange){{(gx), (gy), 1}, {(lx), (ly), 1}})
 
-/* All launches go through here: compute queue.  @ret_event may be NULL. */
+/* All launches go through here: compute queue.  @ret_event may be NULL.  -EINVAL when the range, the group or the local memory
+ * does not fit.  On PoCL a group of one and a range below 2^16 in every dimension is the variant that the compiler child has
+ * put into the binary; any other local size compiles for 60 to 110 ms in this process at its first launch. */
 int gpu_launch(GpuKernel *kernel, GpuRange range, GpuWait wait, GpuEvent **ret_event);
 
 /* Child side of GpuOptions.compiler: reads one job from @in_fd, builds it, writes the binary to @out_fd; exit status. */
