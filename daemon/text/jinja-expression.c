@@ -302,7 +302,7 @@ static int parse_filter(JinjaParser *parser, JinjaNode *value, unsigned *length,
 
     JINJA_TRY(wrap(parser, JINJA_NODE_FILTER, value, length, ret));
     JINJA_TRY(jinja_expect_name(parser, &name));
-    if (!jinja_filter_exists(name))
+    if (parser->conditions == 0 && !jinja_filter_exists(name))
         return jinja_syntax_error(parser->jinja, line, "filter '%.*s' is not supported", (int)MIN(name->n, (size_t)60), name->data);
     (*ret)->value = (JinjaValue){.type = JINJA_STRING, .string = name};
     if (jinja_take_symbol(parser, "("))
@@ -355,7 +355,7 @@ static int parse_test(JinjaParser *parser, JinjaNode *value, unsigned *length, J
     JINJA_TRY(wrap(parser, JINJA_NODE_TEST, value, length, ret));
     (*ret)->negate = jinja_take_name(parser, "not");
     JINJA_TRY(jinja_expect_name(parser, &name));
-    if (!jinja_test_exists(name))
+    if (parser->conditions == 0 && !jinja_test_exists(name))
         return jinja_syntax_error(parser->jinja, line, "test '%.*s' is not supported", (int)MIN(name->n, (size_t)60), name->data);
     (*ret)->value = (JinjaValue){.type = JINJA_STRING, .string = name};
     if (jinja_take_symbol(parser, "("))

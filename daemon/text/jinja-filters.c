@@ -419,8 +419,6 @@ static int filter_map(Jinja *jinja, const FilterCall *call, JinjaValue *ret)
     if (!attribute) {
         JINJA_TRY(jinja_argument_string(jinja, call->arguments, 0, "filter", &name));
         rest = (JinjaArguments){rest.values + 1, rest.names + 1, rest.n - 1};
-        if (!jinja_filter_exists(name))
-            return jinja_fail(jinja, "map: filter '%.*s' is not supported", (int)MIN(name->n, (size_t)60), name->data);
     } else if (attribute->type != JINJA_STRING)
         return jinja_fail(jinja, "map: the attribute is to be a string");
     JINJA_TRY(jinja_new_list(jinja, ret));
@@ -451,8 +449,6 @@ static int filter_select(Jinja *jinja, const FilterCall *call, JinjaValue *ret)
         JINJA_TRY(jinja_argument_string(jinja, call->arguments, 0, "attribute", &attribute));
     if (rest.n > by_attribute) {
         JINJA_TRY(jinja_argument_string(jinja, call->arguments, by_attribute, "test", &test));
-        if (!jinja_test_exists(test))
-            return jinja_fail(jinja, "test '%.*s' is not supported", (int)MIN(test->n, (size_t)60), test->data);
         rest = (JinjaArguments){rest.values + by_attribute + 1, rest.names + by_attribute + 1, rest.n - by_attribute - 1};
     }
     JINJA_TRY(jinja_new_list(jinja, ret));
@@ -502,13 +498,15 @@ bool jinja_filter_exists(const JinjaString *name)
     return filter_named(name) != NULL;
 }
 
-/* Only filters that exist come here. */
 int jinja_filter(Jinja *jinja, const JinjaString *name, const JinjaValue *value, const JinjaArguments *arguments, JinjaValue *ret)
 {
     FilterCall call = {name, value, arguments};
     JinjaValue result = {.type = JINJA_NONE};
+    Filter filter = filter_named(name);
 
-    JINJA_TRY(filter_named(name)(jinja, &call, &result));
+    if (!filter)
+        return jinja_fail(jinja, "filter '%.*s' is not supported", (int)MIN(name->n, (size_t)60), name->data);
+    JINJA_TRY(filter(jinja, &call, &result));
     *ret = result;
     return 0;
 }

@@ -106,7 +106,6 @@ static int test_other(Jinja *jinja, const JinjaString *name, const JinjaValue *v
     return 0;
 }
 
-/* Only tests that exist come here. */
 int jinja_test(Jinja *jinja, const JinjaString *name, const JinjaValue *value, const JinjaArguments *arguments, bool *ret)
 {
     const JinjaValue *argument = arguments->n ? &arguments->values[0] : NULL;
@@ -122,6 +121,8 @@ int jinja_test(Jinja *jinja, const JinjaString *name, const JinjaValue *value, c
                 return jinja_fail(jinja, "test '%.*s' needs a value", (int)name->n, name->data);
             return jinja_compare(jinja, comparison_tests[i].op, value, argument, ret);
         }
+    if (!jinja_test_exists(name))
+        return jinja_fail(jinja, "test '%.*s' is not supported", (int)MIN(name->n, (size_t)60), name->data);
     return test_other(jinja, name, value, argument, ret);
 }
 

@@ -39,6 +39,7 @@ static int parse_if(JinjaParser *parser, JinjaNode **ret)
     static const char *const ends[] = {"elif", "else", "endif", NULL}, *const last[] = {"endif", NULL};
     JinjaNode **link = ret;
 
+    parser->conditions++;
     /* An elif is an if in the else of the one before. */
     do {
         JINJA_TRY(jinja_node_new(parser, JINJA_NODE_IF, link));
@@ -48,6 +49,7 @@ static int parse_if(JinjaParser *parser, JinjaNode **ret)
     } while (jinja_take_name(parser, "elif"));
     if (jinja_take_name(parser, "else"))
         JINJA_TRY(parse_body(parser, last, link));
+    parser->conditions--;
     parser->token++;
     return expect_block_end(parser);
 }

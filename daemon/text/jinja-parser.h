@@ -11,7 +11,8 @@ typedef struct JinjaParser {
     Jinja *jinja;
     const JinjaToken *token; /* the next one; the last is JINJA_TOKEN_END */
     unsigned depth;
-    unsigned loops; /* how many for blocks enclose this place, within the macro */
+    unsigned loops;      /* how many for blocks enclose this place, within the macro */
+    unsigned conditions; /* how many ifs: in them a filter or test that we lack is an error only when it is reached, as in Jinja */
 } JinjaParser;
 
 int jinja_node_new(JinjaParser *parser, JinjaNodeKind kind, JinjaNode **ret);

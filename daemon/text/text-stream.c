@@ -141,13 +141,11 @@ static size_t text_stream_held(const TextStream *stream)
     return held;
 }
 
-static int text_stream_release(TextStream *stream, bool stopped, const char **ret_text, size_t *ret_length)
+static void text_stream_release(TextStream *stream, const char **ret_text, size_t *ret_length)
 {
-    stream->closed |= stopped;
     stream->released = stream->length - (stream->closed ? 0 : text_stream_held(stream));
     *ret_text = stream->released ? stream->text : "";
     *ret_length = stream->released;
-    return stopped;
 }
 
 int text_stream_push(TextStream *stream, const char *bytes, size_t n, const char **ret_text, size_t *ret_length)
@@ -178,20 +176,22 @@ int text_stream_push(TextStream *stream, const char *bytes, size_t n, const char
             i--; /* the last byte did not belong to the sequence: it begins the next one */
         stream->n_partial = 0;
     }
-    return text_stream_release(stream, stopped, ret_text, ret_length);
+    stream->closed = stopped;
+    text_stream_release(stream, ret_text, ret_length);
+    return stopped;
 }
 
 int text_stream_finish(TextStream *stream, const char **ret_text, size_t *ret_length)
 {
-    bool stopped = stream->closed;
     int r;
 
     r = text_stream_reserve(stream, 0);
     if (r)
         return error_trace(r);
-    if (stream->n_partial > 0 && !stopped)
-        stopped = text_stream_append(stream, "\xef\xbf\xbd", 3);
+    if (stream->n_partial > 0 && !stream->closed)
+        (void)text_stream_append(stream, "\xef\xbf\xbd", 3);
     stream->n_partial = 0;
     stream->closed = true;
-    return text_stream_release(stream, stopped, ret_text, ret_length);
+    text_stream_release(stream, ret_text, ret_length);
+    return 0;
 }

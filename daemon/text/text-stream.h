@@ -23,5 +23,6 @@ DEFINE_CLEANUP(TextStream, text_stream_free)
  * Returns 0, or 1 when a stop string is complete: the text before it is in *ret_text, the rest is dropped and the stream is closed
  * (further calls return 1 and ""). */
 int text_stream_push(TextStream *stream, const char *bytes, size_t n, const char **ret_text, size_t *ret_length);
-/* At the end: what was held back (a partial character becomes U+FFFD, which may complete a stop: 1).  Closes the stream. */
+/* At the end: what was held back (a partial character becomes U+FFFD; should that complete a stop, the text before it).  Closes the
+ * stream. */
 int text_stream_finish(TextStream *stream, const char **ret_text, size_t *ret_length);

@@ -124,8 +124,8 @@ static void chat_template_tells_its_own_text_from_the_messages(void **state)
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
     (void)state;
-    assert_int_equal(render("{% for m in messages %}{{ '<|a|>' + m.role + '\\n' + m.content | trim ~ '<|b|>' ~ 7 }}{% endfor %}", &message, 1, false,
-                            &pieces, &detail),
+    assert_int_equal(render("{% for m in messages %}{{ '<|a|>' + m.role + '\\n' + m.content | trim ~ '<|b|>' ~ 7 }}{% endfor %}", &message,
+                            1, false, &pieces, &detail),
                      0);
     assert_int_equal(pieces.n, N_ELEMENTS(expected));
     for (size_t i = 0; i < pieces.n; i++) {
@@ -173,6 +173,9 @@ static void chat_template_errors_name_line_and_construct(void **state)
     assert_fails("a\n\n{% include 'x' %}", CHAT_TEMPLATE_E_SYNTAX, "line 3: tag 'include'");
     assert_fails("{% block x %}{% endblock %}", CHAT_TEMPLATE_E_SYNTAX, "tag 'block'");
     assert_fails("\n{{ 1 | frobnicate }}", CHAT_TEMPLATE_E_SYNTAX, "line 2: filter 'frobnicate'");
+    assert_fails("{% if messages %}\n{{ 1 | frobnicate }}{% endif %}", CHAT_TEMPLATE_E_FAILED, "line 2: filter 'frobnicate'");
+    assert_fails("{% if 1 is frobnicated %}{% endif %}", CHAT_TEMPLATE_E_FAILED, "test 'frobnicated'");
+    assert_renders("{% if false %}{{ 1 | frobnicate }}{% endif %}x", NULL, 0, "x");
     assert_fails("{{ 1 is frobnicated }}", CHAT_TEMPLATE_E_SYNTAX, "test 'frobnicated'");
     assert_fails("{% for x in y recursive %}{% endfor %}", CHAT_TEMPLATE_E_SYNTAX, "recursive");
     assert_fails("{{ f(*x) }}", CHAT_TEMPLATE_E_SYNTAX, "unpacked");
