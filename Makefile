@@ -143,8 +143,9 @@ tests: $(UNIT_TESTS) $(PARITY_TESTS) $(BUS_TESTS)
 
 # make test T=kv-codec F='*odd*' runs one program, one pattern; no match is a failure.
 .PHONY: test
-test: $(BUILD)/tests/unit/test-$(T)
-	$(Q)CMOCKA_TEST_FILTER='$(F)' $<
+test: $(patsubst %.c,$(BUILD)/%,$(firstword $(wildcard tests/*/test-$(T).c) no-test-$(T)))
+	$(Q){ $(if $(F),CMOCKA_TEST_FILTER='$(F)') $< 2>&1; echo $$? > $<.status; } | tee $<.log; \
+	  if grep -q '^\[==========\] 0 test' $<.log; then echo "no test matches '$(F)'" >&2; exit 1; fi; exit $$(cat $<.status)
 
 # ---- what a person calls --------------------------------------------------------------------------------------------------------
 
