@@ -11,6 +11,7 @@
 #include <stddef.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -152,6 +153,38 @@ static int receive_fd(int socket)
     return fd;
 }
 
+int case_client(int argc, char **argv)
+{
+    Harness harness = {.fake = false};
+    char *session;
+    sd_bus *bus;
+    int fd;
+
+    if (argc != 3 || strcmp(argv[1], "client") != 0)
+        return -1;
+    (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+    (void)snprintf(harness.address, sizeof(harness.address), "%s", argv[2]);
+    bus = harness_connect(&harness, getuid());
+    session = open_session(bus, "test");
+    free(generate(bus, session, "Tell a very long story.", 0, true, &fd));
+    send_fd(3, fd);
+    for (;;)
+        (void)pause();
+}
+
+/* This program again, as a client that generates without end and hands its stream over @socket. */
+static pid_t start_client(const Harness *harness, int socket)
+{
+    pid_t pid = fork();
+
+    assert_true(pid >= 0);
+    if (pid > 0)
+        return pid;
+    if (dup2(socket, 3) == 3)
+        (void)execl("/proc/self/exe", "client", "client", harness->address, (char *)NULL);
+    _exit(127);
+}
+
 /* The client lives in a child; we keep its stream, so that only its leaving the bus can end the job. */
 void a_killed_client_ends_its_job(void **state)
 {
@@ -163,18 +196,7 @@ void a_killed_client_ends_its_job(void **state)
     pid_t pid;
 
     assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
-    pid = fork();
-    assert_true(pid >= 0);
-    if (pid == 0) {
-        sd_bus *own = harness_connect(harness, getuid());
-        char *session = open_session(own, "test");
-        int fd;
-
-        (void)generate(own, session, "Tell a very long story.", 0, true, &fd);
-        send_fd(ends[1], fd);
-        for (;;)
-            (void)pause();
-    }
+    pid = start_client(harness, ends[1]);
     (void)close(ends[1]);
     stream = receive_fd(ends[0]);
     (void)close(ends[0]);

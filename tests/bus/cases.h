@@ -18,6 +18,9 @@ void a_prompt_by_descriptor_is_the_prompt(void **state);
 void a_service_is_invoked_with_its_inputs(void **state);
 void a_damaged_model_is_an_error_and_harms_nobody(void **state);
 
+/* To be called first by main(): the program runs itself as a client that can be killed.  -1: this is no such run. */
+int case_client(int argc, char **argv);
+
 #define SHARED_CASES                                                                                                                        \
     cmocka_unit_test(a_stream_begins_with_its_version_and_ends_with_usage_and_reason), cmocka_unit_test(ask_answers_with_text_and_usage),  \
         cmocka_unit_test(two_clients_at_once_hear_only_their_own), cmocka_unit_test(a_killed_client_ends_its_job),                         \

@@ -9,9 +9,11 @@
 #include <stddef.h>
 #include <cmocka.h>
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {SHARED_CASES};
 
+    if (case_client(argc, argv) >= 0)
+        return 0;
     return cmocka_run_group_tests_name("bus-daemon", tests, harness_setup_real, harness_teardown);
 }

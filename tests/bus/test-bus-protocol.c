@@ -481,7 +481,7 @@ static void a_stopping_daemon_ends_jobs_with_shutting_down(void **state)
     harness_start_daemon(harness);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(introspection_equals_the_interface_document),
@@ -504,5 +504,7 @@ int main(void)
         cmocka_unit_test(a_stopping_daemon_ends_jobs_with_shutting_down),
     };
 
+    if (case_client(argc, argv) >= 0)
+        return 0;
     return cmocka_run_group_tests_name("bus-protocol", tests, harness_setup_fake, harness_teardown);
 }
