@@ -53,6 +53,8 @@ void call_fails(sd_bus *bus, const char *error, char **ret_text, const char *pat
                 ...);
 uint32_t get_u32(sd_bus *bus, const char *path, const char *interface, const char *property);
 char *get_text(sd_bus *bus, const char *path, const char *interface, const char *property);
+/* Kernel launches since the device was opened. */
+uint64_t get_launches(sd_bus *bus);
 /* Waits until no job is left. */
 void wait_until_idle(sd_bus *bus);
 

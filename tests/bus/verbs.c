@@ -78,6 +78,21 @@ char *get_text(sd_bus *bus, const char *path, const char *interface, const char 
     return value;
 }
 
+uint64_t get_launches(sd_bus *bus)
+{
+    _cleanup_(sd_bus_message_unrefp) sd_bus_message *reply = NULL;
+    uint64_t value;
+    const char *key;
+
+    assert_return_code(sd_bus_get_property(bus, BUS_NAME, BUS_ROOT "/device/0", DEVICE, "Counters", NULL, &reply, "a{st}"), 0);
+    assert_return_code(sd_bus_message_enter_container(reply, 'a', "{st}"), 0);
+    while (sd_bus_message_read(reply, "{st}", &key, &value) > 0)
+        if (strcmp(key, "launches") == 0)
+            return value;
+    fail_msg("the device does not count launches");
+    return 0;
+}
+
 void wait_until_idle(sd_bus *bus)
 {
     uint64_t until = now_usec() + 30 * UINT64_C(1000000);
