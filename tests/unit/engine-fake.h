@@ -11,13 +11,10 @@
 
 #include "daemon/engine/engine.h"
 #include "daemon/text/chat-template.h"
+#include "tests/lib/engine-talk.h"
 
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <string.h>
 #include <time.h>
-#include <cmocka.h>
 
 #define FAKE_VOCAB   260
 #define FAKE_EOG     256
@@ -71,13 +68,6 @@ static void fake_reset(void)
         pthread_mutex_unlock(&fake.lock);                                                                                              \
         _value;                                                                                                                        \
     })
-
-static void fake_sleep(uint64_t usec)
-{
-    struct timespec t = {(time_t)(usec / 1000000), (long)(usec % 1000000) * 1000};
-
-    (void)nanosleep(&t, NULL);
-}
 
 /* ---- opencl/ ------------------------------------------------------------------------------------------------------------------ */
 
@@ -337,7 +327,7 @@ int model_file_open(const char *path, const char *state_dir, ModelFile **ret, Er
     ModelFile *file;
 
     (void)state_dir;
-    fake_sleep(FAKE_GET(open_usec));
+    talk_sleep(FAKE_GET(open_usec));
     if (strstr(path, "missing"))
         return error_detail_set(reterr, MODEL_E_NOT_FOUND, "'%s' does not exist", path);
     if (strstr(path, "corrupt"))
@@ -616,7 +606,7 @@ static int fake_begin_pass(Model *model, const ModelItem *items, uint32_t n_item
     assert_true(n_items <= model->options.max_sequences);
     pthread_cond_broadcast(&fake.changed);
     pthread_mutex_unlock(&fake.lock);
-    fake_sleep(FAKE_GET(pass_usec));
+    talk_sleep(FAKE_GET(pass_usec));
     if (FAKE_GET(lose) || FAKE_GET(hang)) {
         model->gpu->hung = FAKE_GET(hang);
         model->gpu->lost = true;
@@ -652,29 +642,7 @@ int model_forward(Model *model, KvStore *store, const ModelItem *items, uint32_t
     return 0;
 }
 
-/* ---- speaking with the engine --------------------------------------------------------------------------------------------------- */
-
-typedef struct Seen {
-    uint64_t job;
-    char text[8192];
-    int32_t ids[4096];
-    size_t n_text, n_ids;
-    EngineJobState states[64];
-    uint32_t n_states, queue_position;
-    bool finished;
-    EngineResult result;
-    ErrorDetail detail;
-    EngineUsage usage;
-} Seen;
-
-/* One test's engine and what it told. */
-typedef struct Talk {
-    Engine *engine;
-    Seen seen[256]; /* by job id */
-    EngineEvent *replies[256]; /* by cookie, owned */
-    uint64_t last_cookie;
-    uint32_t n_closed;
-} Talk;
+/* ---- an engine on it ---------------------------------------------------------------------------------------------------------- */
 
 static EngineModel fake_model(const char *name, const char *path)
 {
@@ -693,136 +661,19 @@ static EngineModel fake_model(const char *name, const char *path)
 
 static Talk *talk_start(const EngineModel *models, size_t n_models, uint32_t max_queue)
 {
-    Talk *talk = calloc(1, sizeof(*talk));
     EngineOptions options = {.models = models, .n_models = n_models, .max_queue = max_queue, .watchdog_usec = 1000000};
 
-    assert_non_null(talk);
-    assert_int_equal(engine_new(&options, &talk->engine, NULL), 0);
-    return talk;
+    return talk_new(&options);
 }
 
+/* Ends the engine; nothing may be left of what it made. */
 static void talk_stop(Talk *talk)
 {
-    engine_free(talk->engine);
-    for (size_t i = 0; i < N_ELEMENTS(talk->replies); i++)
-        engine_event_free(talk->replies[i]);
-    free(talk);
+    talk_free(talk);
     assert_int_equal(FAKE_GET(n_files), 0);
     assert_int_equal(FAKE_GET(n_models), 0);
     assert_int_equal(FAKE_GET(n_stores), 0);
     assert_int_equal(FAKE_GET(n_caches), 0);
-}
-
-static void talk_hear(Talk *talk, EngineEvent *event)
-{
-    Seen *seen = &talk->seen[event->job % N_ELEMENTS(talk->seen)];
-
-    if (event->job) {
-        assert_false(seen->finished); /* nothing comes after the end */
-        seen->job = event->job;
-    }
-    switch (event->kind) {
-    case ENGINE_EVENT_TEXT:
-        assert_true(seen->n_text + event->text_length < sizeof(seen->text));
-        memcpy(seen->text + seen->n_text, event->text, event->text_length + 1);
-        seen->n_text += event->text_length;
-        break;
-    case ENGINE_EVENT_TOKENS:
-        memcpy(seen->ids + seen->n_ids, event->ids, event->n_ids * sizeof(int32_t));
-        seen->n_ids += event->n_ids;
-        break;
-    case ENGINE_EVENT_JOB_STATE:
-        seen->queue_position = event->queue_position;
-        if (seen->n_states < N_ELEMENTS(seen->states) && (!seen->n_states || seen->states[seen->n_states - 1] != event->state))
-            seen->states[seen->n_states++] = event->state;
-        break;
-    case ENGINE_EVENT_PROGRESS:
-        assert_true(event->progress >= 0 && event->progress <= 1);
-        break;
-    case ENGINE_EVENT_FINISHED:
-        seen->finished = true;
-        seen->result = event->result;
-        seen->detail = event->detail;
-        seen->usage = event->usage;
-        break;
-    case ENGINE_EVENT_REPLY:
-        assert_true(event->cookie < N_ELEMENTS(talk->replies) && !talk->replies[event->cookie]);
-        talk->replies[event->cookie] = event;
-        return;
-    case ENGINE_EVENT_SESSION_CLOSED:
-        talk->n_closed++;
-        break;
-    case ENGINE_EVENT_MODEL_STATE:
-    case ENGINE_EVENT_DEVICE_STATE:
-        break;
-    }
-    engine_event_free(event);
-}
-
-static void talk_listen(Talk *talk)
-{
-    EngineEvent *event;
-
-    while ((event = engine_next_event(talk->engine)))
-        talk_hear(talk, event);
-}
-
-/* Listens until @condition holds, 20 s at most. */
-#define talk_until(talk, condition)                                                                                                    \
-    do {                                                                                                                               \
-        unsigned _n = 0;                                                                                                               \
-        for (talk_listen(talk); !(condition); talk_listen(talk)) {                                                                     \
-            if (++_n > 40000)                                                                                                          \
-                fail_msg("waited in vain for: %s", #condition);                                                                        \
-            fake_sleep(500);                                                                                                           \
-        }                                                                                                                              \
-    } while (0)
-
-static Seen *talk_wait(Talk *talk, uint64_t job)
-{
-    Seen *seen = &talk->seen[job % N_ELEMENTS(talk->seen)];
-
-    talk_until(talk, seen->finished);
-    return seen;
-}
-
-/* Answer to a question; owned by @talk. */
-static EngineEvent *talk_ask(Talk *talk, EngineQuery query)
-{
-    uint64_t cookie = ++talk->last_cookie;
-
-    query.cookie = cookie;
-    assert_int_equal(engine_query(talk->engine, &query), 0);
-    talk_until(talk, talk->replies[cookie]);
-    return talk->replies[cookie];
-}
-
-static EngineRequest raw_request(const char *model, const char *text, uint32_t max_tokens)
-{
-    return (EngineRequest){
-        .owner = 1,
-        .model = model,
-        .priority = ENGINE_PRIORITY_NORMAL,
-        .raw = text,
-        .sampling = {.max_tokens = max_tokens, .top_p = 1, .repeat_penalty = 1},
-    };
-}
-
-static uint64_t talk_generate(Talk *talk, const EngineRequest *request)
-{
-    uint64_t job = 0;
-
-    assert_int_equal(engine_generate(talk->engine, request, &job), 0);
-    assert_true(job > 0);
-    return job;
-}
-
-static uint64_t talk_open(Talk *talk, const char *model, uint64_t owner)
-{
-    EngineEvent *reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_OPEN_SESSION, .owner = owner, .model = model});
-
-    assert_int_equal(reply->result, ENGINE_RESULT_DONE);
-    return reply->session;
 }
 
 /* What the model says to @prompt, computed here. */

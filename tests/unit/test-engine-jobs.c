@@ -372,7 +372,7 @@ static void a_paused_job_generates_nothing_until_it_is_resumed(void **state)
     engine_pause(talk->engine, job, true);
     talk_until(talk, talk->seen[job].states[talk->seen[job].n_states - 1] == ENGINE_JOB_PAUSED);
     passes = FAKE_GET(n_passes);
-    fake_sleep(20000);
+    talk_sleep(20000);
     assert_int_equal(FAKE_GET(n_passes), passes);
     engine_pause(talk->engine, job, false);
     assert_speaks(talk_wait(talk, job), "A", 300);

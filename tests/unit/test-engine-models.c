@@ -274,7 +274,7 @@ static void without_a_device_jobs_fail_with_the_reason_and_the_rest_works(void *
         talk_wait(talk, talk_generate(talk, &request));
     assert_int_equal(FAKE_GET(n_opens), 1);
     FAKE_SET(no_device, false);
-    fake_sleep(1100000); /* the first back-off is a second */
+    talk_sleep(1100000); /* the first back-off is a second */
     assert_int_equal(talk_wait(talk, talk_generate(talk, &request))->result, ENGINE_RESULT_DONE);
     assert_int_equal(FAKE_GET(n_opens), 2);
     talk_stop(talk);
@@ -430,15 +430,15 @@ static void the_heartbeat_tells_idle_from_stuck(void **state)
 
     (void)state;
     load(talk, "m");
-    fake_sleep(20000);
+    talk_sleep(20000);
     beat = engine_heartbeat(talk->engine);
     assert_true(engine_heartbeat(talk->engine) > beat); /* idle is fine */
     FAKE_SET(hold, true);
     job = talk_generate(talk, &request);
     talk_until(talk, talk->seen[job].n_states > 0);
-    fake_sleep(20000);
+    talk_sleep(20000);
     beat = engine_heartbeat(talk->engine);
-    fake_sleep(20000);
+    talk_sleep(20000);
     assert_int_equal(engine_heartbeat(talk->engine), beat); /* a pass that does not come back is not */
     FAKE_SET(hold, false);
     talk_wait(talk, job);
@@ -514,7 +514,7 @@ static void any_order_of_calls_ends_every_job_once(void **state)
                 assert_int_equal(engine_reconfigure(talk->engine, models, 2 + random_below(&at, 2)), 0);
             break;
         case 9:
-            fake_sleep(random_below(&at, 300));
+            talk_sleep(random_below(&at, 300));
             break;
         }
         talk_listen(talk);
