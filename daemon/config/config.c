@@ -100,6 +100,9 @@ static int config_load_service_file(ConfigReader *reader, const char *path, cons
 
 static int config_load_store_file(ConfigReader *reader, const char *path, const char *stem)
 {
+    for (size_t i = 0; i < reader->config->n_models; i++)
+        if (reader->config->models[i].file && !strcmp(reader->config->models[i].file, path))
+            return 0;
     return config_add_store_model(reader->config, stem, path);
 }
 
@@ -209,12 +212,13 @@ static int config_finish(ConfigReader *reader, const char *path)
     int r = 0;
 
     config_drop_shadowed_services(config);
+    for (size_t i = 0; i < config->n_models && !r; i++)
+        r = config_resolve_file(config, &config->models[i]);
     for (size_t i = 0; i < config->n_store_paths && !r; i++)
         r = config_for_each_file(reader, config->store_paths[i], config_filter_gguf, config_load_store_file);
     for (size_t i = 0; i < config->n_models && !r; i++) {
         ConfigModel *model = &config->models[i];
 
-        r = config_resolve_file(config, model);
         if (!model->has_exact)
             model->exact = config->default_exact;
         if (!model->context)

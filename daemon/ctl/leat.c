@@ -13,7 +13,7 @@ static const struct {
     CtlVerb run;
     const char *arguments, *help;
 } ctl_verbs[] = {
-    {"ask", ctl_verb_ask, "[PROMPT…]", "ask one question (arguments, --file, or standard input)"},
+    {"ask", ctl_verb_ask, "[PROMPT...]", "ask one question (arguments, --file, or standard input)"},
     {"chat", ctl_verb_chat, "", "a conversation, line by line"},
     {"run", ctl_verb_run, "SERVICE", "run a YAML service; standard input is its input"},
     {"status", ctl_verb_status, "", "daemon, device and memory"},
@@ -22,10 +22,10 @@ static const struct {
     {"models", ctl_verb_models, "", "configured and stored models"},
     {"load", ctl_verb_load, "[MODEL]", "load a model now"},
     {"unload", ctl_verb_unload, "[MODEL]", "take a model off the device"},
-    {"tokenize", ctl_verb_tokenize, "[TEXT…]", "token ids of a text"},
+    {"tokenize", ctl_verb_tokenize, "[TEXT...]", "token ids of a text"},
     {"estimate", ctl_verb_estimate, "[MODEL]", "bytes by purpose and place before loading"},
     {"eval", ctl_verb_eval, "--ids FILE --npy OUT", "teacher-forced logits, float32 [tokens, vocabulary]"},
-    {"trace", ctl_verb_trace, "[-- COMMAND…]", "record kernels and copies while a command runs (or for --duration)"},
+    {"trace", ctl_verb_trace, "[-- COMMAND...]", "record kernels and copies while a command runs (or for --duration)"},
     {"config", ctl_verb_config, "check [FILE]", "all mistakes of the configuration, with their places"},
     {"reload", ctl_verb_reload, "", "let the daemon read its configuration again"},
 };
@@ -43,7 +43,7 @@ static void ctl_help(void)
                "      --no-legend          tables without a head line\n"
                "      --timeout SECONDS    for replies of the daemon (default 25; answers have no limit)\n"
                "      --priority CLASS     interactive, normal or background\n"
-               "      --cache KEY=VALUE,…  keys of the YAML cache block: strategy, transfer, quant.nbits, device-budget, …");
+               "      --cache KEY=VALUE,...  keys of the YAML cache block: strategy, transfer, quant.nbits, device-budget, …");
     (void)puts("ask, chat, run\n"
                "      --temperature T  --top-k N  --top-p P  --min-p P  --repeat-penalty R  --seed N\n"
                "      --max-tokens N       0: until the model stops or the context is full\n"

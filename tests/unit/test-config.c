@@ -203,12 +203,14 @@ static void config_finds_models_in_the_store(void **state)
 
     write_text(fixture, "store/one.gguf", "x");
     write_text(fixture, "store/not a name.gguf", "x");
-    (void)snprintf(text, sizeof(text), "store: {path: %s/store}\nmodels: {two: {file: one.gguf}}\n", fixture->folder);
+    write_text(fixture, "store/three.gguf", "x");
+    (void)snprintf(text, sizeof(text), "store: {path: %s/store}\nmodels: {two: {file: three.gguf}}\n", fixture->folder);
     write_text(fixture, "leat.yaml", text);
     assert_int_equal(load(fixture), 0);
+    /* A file that a model names is not a second one by its own name. */
     assert_int_equal(fixture->config->n_models, 2);
-    assert_non_null(config_find_model(fixture->config, "one"));
-    assert_string_equal(config_find_model(fixture->config, "two")->file, config_find_model(fixture->config, "one")->file);
+    assert_string_equal(strrchr(config_find_model(fixture->config, "two")->file, '/'), "/three.gguf");
+    assert_string_equal(strrchr(config_find_model(fixture->config, "one")->file, '/'), "/one.gguf");
 }
 
 static void config_policy_takes_the_nearest_block_key_by_key(void **state)
