@@ -76,27 +76,28 @@ static int parse_seconds(const char *text, uint64_t *ret_usec)
     return 0;
 }
 
+enum { OPTION_CONFIG = 256, OPTION_CACHE_DIR, OPTION_STATE_DIR, OPTION_STREAM_TIMEOUT, OPTION_COMPILE };
+static const struct option command_line[] = {
+    {"system", no_argument, NULL, 's'},
+    {"user", no_argument, NULL, 'u'},
+    {"config", required_argument, NULL, OPTION_CONFIG},
+    {"cache-dir", required_argument, NULL, OPTION_CACHE_DIR},
+    {"state-dir", required_argument, NULL, OPTION_STATE_DIR},
+    {"stream-timeout", required_argument, NULL, OPTION_STREAM_TIMEOUT},
+    {"print-config", no_argument, NULL, 'p'},
+    {"compile-program", no_argument, NULL, OPTION_COMPILE},
+    {"version", no_argument, NULL, 'v'},
+    {"help", no_argument, NULL, 'h'},
+    {NULL, 0, NULL, 0},
+};
+
 /* 0: go on; 1: done, *ret_status is the exit status; negative errno. */
 static int parse_arguments(int argc, char **argv, Arguments *arguments, int *ret_status)
 {
-    enum { OPTION_CONFIG = 256, OPTION_CACHE_DIR, OPTION_STATE_DIR, OPTION_STREAM_TIMEOUT, OPTION_COMPILE };
-    static const struct option options[] = {
-        {"system", no_argument, NULL, 's'},
-        {"user", no_argument, NULL, 'u'},
-        {"config", required_argument, NULL, OPTION_CONFIG},
-        {"cache-dir", required_argument, NULL, OPTION_CACHE_DIR},
-        {"state-dir", required_argument, NULL, OPTION_STATE_DIR},
-        {"stream-timeout", required_argument, NULL, OPTION_STREAM_TIMEOUT},
-        {"print-config", no_argument, NULL, 'p'},
-        {"compile-program", no_argument, NULL, OPTION_COMPILE},
-        {"version", no_argument, NULL, 'v'},
-        {"help", no_argument, NULL, 'h'},
-        {NULL, 0, NULL, 0},
-    };
     int option, r = 0;
 
     *ret_status = EXIT_SUCCESS;
-    while (r == 0 && (option = getopt_long(argc, argv, "h", options, NULL)) >= 0) {
+    while (r == 0 && (option = getopt_long(argc, argv, "h", command_line, NULL)) >= 0) {
         switch (option) {
         case 's':
             arguments->user = false;

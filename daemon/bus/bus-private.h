@@ -99,6 +99,9 @@ const char *bus_model_availability(Bus *bus, const char *name, ErrorDetail *ret_
 /* The policy of @model with @nearest (may be NULL) over its blocks; negative with the error in @error. */
 int bus_policy(Bus *bus, const ConfigModel *model, const ConfigCache *service, const ConfigCache *nearest, KvPolicy *ret, sd_bus_error *error);
 
+/* CLOCK_MONOTONIC. */
+uint64_t bus_now_usec(void);
+
 /* Object paths ROOT/ID.  False when it is not below @root; 0, which no object has, when what follows is no id. */
 bool bus_path_to_id(const char *path, const char *root, uint64_t *ret);
 void bus_id_to_path(const char *root, uint64_t id, char ret[BUS_ID_PATH_BYTES]);

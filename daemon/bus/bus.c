@@ -106,7 +106,7 @@ static bool bus_has_work(const Bus *bus)
     return bus->jobs.n + bus->sessions.n + bus->questions.n + bus->requests.n > 0;
 }
 
-static uint64_t bus_now_usec(void)
+uint64_t bus_now_usec(void)
 {
     struct timespec time = {0};
 

@@ -327,6 +327,22 @@ static void bus_job_on_progress(BusJob *job, const EngineEvent *event)
         (void)stream_json(job->stream, 'P', json_pack("{s:s, s:f}", "phase", phase, "progress", event->progress));
 }
 
+/* The counts so far, and a rate from the clock of this side; the engine's own comes with the end. */
+static void bus_job_count(BusJob *job, const EngineUsage *usage)
+{
+    uint64_t now = bus_now_usec();
+
+    job->usage.prompt_tokens = usage->prompt_tokens;
+    job->usage.reused_tokens = usage->reused_tokens;
+    job->usage.output_tokens = usage->output_tokens;
+    if (usage->output_tokens == 0)
+        return;
+    if (job->first_token_usec == 0)
+        job->first_token_usec = now;
+    else if (now > job->first_token_usec)
+        job->usage.decode_rate = 1e6 * (usage->output_tokens - 1) / (double)(now - job->first_token_usec);
+}
+
 void bus_jobs_on_event(Bus *bus, const EngineEvent *event)
 {
     BusJob *job = id_table_find(&bus->jobs, event->job);
@@ -334,8 +350,10 @@ void bus_jobs_on_event(Bus *bus, const EngineEvent *event)
 
     if (!job || job->finished)
         return;
-    if (event->usage.prompt_tokens > 0 || event->kind == ENGINE_EVENT_FINISHED)
+    if (event->kind == ENGINE_EVENT_FINISHED)
         job->usage = event->usage;
+    else
+        bus_job_count(job, &event->usage);
     if (event->kind == ENGINE_EVENT_JOB_STATE)
         bus_job_on_state(job, event);
     else if (event->kind == ENGINE_EVENT_PROGRESS)

@@ -31,7 +31,8 @@ typedef struct BusJob {
     EngineJobState state;
     uint32_t queue_position;
     double progress;
-    EngineUsage usage;
+    EngineUsage usage;      /* so far; complete once finished */
+    uint64_t first_token_usec; /* when the first token was heard of; for the rate so far */
     Stream *stream;        /* or NULL */
     bool told_paused;      /* an E frame said paused */
     sd_bus_message *ask;   /* the call that waits for the answer, or NULL */

@@ -9,7 +9,6 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <string.h>
-#include <time.h>
 
 BusRequest *bus_request_free(BusRequest *request)
 {
@@ -150,14 +149,11 @@ static int bus_request_fill_prompt(BusRequest *request, EngineRequest *ret)
 /* From microseconds to go to a time of CLOCK_MONOTONIC. */
 static uint64_t bus_request_deadline(const BusRequest *request)
 {
-    uint64_t now = 0, deadline;
-    struct timespec time;
+    uint64_t deadline;
 
     if (request->options.deadline_usec == 0)
         return 0;
-    if (clock_gettime(CLOCK_MONOTONIC, &time) == 0)
-        now = (uint64_t)time.tv_sec * 1000000 + (uint64_t)time.tv_nsec / 1000;
-    return checked_add(now, request->options.deadline_usec, &deadline) ? deadline : UINT64_MAX;
+    return checked_add(bus_now_usec(), request->options.deadline_usec, &deadline) ? deadline : UINT64_MAX;
 }
 
 /* The defaults of the service or model, then what the call gave.  Looked up only now: the configuration may have changed while the

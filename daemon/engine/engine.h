@@ -137,7 +137,7 @@ struct EngineEvent {
     size_t n_ids;
     EngineResult result;
     ErrorDetail detail;
-    EngineUsage usage;
+    EngineUsage usage;      /* FINISHED: complete; earlier events of a job: the token counts so far */
     char model[128];
     char *json;             /* owned: REPLY payloads that are key-value facts (status, plan, bytes) */
 };

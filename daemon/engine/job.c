@@ -137,6 +137,17 @@ Job *job_free(Job *job)
 
 /* ---- telling ---------------------------------------------------------------------------------------------------------------- */
 
+/* Whose event it is, and how far the job has come. */
+static void job_fill_event(const Job *job, EngineEvent *event)
+{
+    event->job = job->id;
+    event->session = job->session_id;
+    event->state = job->state;
+    event->usage.prompt_tokens = job->usage.prompt_tokens;
+    event->usage.reused_tokens = job->usage.reused_tokens;
+    event->usage.output_tokens = job->n_output;
+}
+
 /* News that may be lost when memory is short: the state can be asked for, and the end is always told. */
 static void emit_news(const Job *job, Mailbox *mailbox, EngineEventKind kind)
 {
@@ -144,9 +155,7 @@ static void emit_news(const Job *job, Mailbox *mailbox, EngineEventKind kind)
 
     if (!event)
         return;
-    event->job = job->id;
-    event->session = job->session_id;
-    event->state = job->state;
+    job_fill_event(job, event);
     event->queue_position = job->queue_position;
     event->progress = job->progress;
     mailbox_emit(mailbox, event);
@@ -187,9 +196,7 @@ int job_emit_text(Job *job, Mailbox *mailbox, const char *text, size_t length)
     event = event_new(ENGINE_EVENT_TEXT);
     if (!event)
         return error_origin(-ENOMEM);
-    event->job = job->id;
-    event->session = job->session_id;
-    event->state = job->state;
+    job_fill_event(job, event);
     event->text = malloc(length + 1);
     if (!event->text) {
         engine_event_free(event);
@@ -211,9 +218,7 @@ int job_emit_token(Job *job, Mailbox *mailbox, int32_t id)
     event = event_new(ENGINE_EVENT_TOKENS);
     if (!event)
         return error_origin(-ENOMEM);
-    event->job = job->id;
-    event->session = job->session_id;
-    event->state = job->state;
+    job_fill_event(job, event);
     event->ids = malloc(sizeof(id));
     if (!event->ids) {
         engine_event_free(event);

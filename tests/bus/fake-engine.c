@@ -149,34 +149,40 @@ static void fake_set_model_state(Engine *engine, const char *name, const char *s
     (void)snprintf(event->model, sizeof(event->model), "%s", name);
 }
 
-static void fake_token(Engine *engine, FakeJob *job)
+static EngineEvent *fake_emit_job(Engine *engine, const FakeJob *job, EngineEventKind kind)
 {
-    EngineEvent *event = fake_emit(engine, ENGINE_EVENT_TEXT);
-    size_t n = 0;
+    EngineEvent *event = fake_emit(engine, kind);
 
     event->job = job->id;
+    event->usage.prompt_tokens = (uint32_t)(job->n_prompt + 3) / 4;
+    event->usage.output_tokens = job->n_output;
+    return event;
+}
+
+static void fake_token(Engine *engine, FakeJob *job)
+{
+    EngineEvent *event;
+    size_t n = 0;
+
+    job->n_output++;
+    event = fake_emit_job(engine, job, ENGINE_EVENT_TEXT);
     event->text = malloc(16);
     assert(event->text);
     while (n < 4 || ((unsigned char)job->prompt[job->at % job->n_prompt] & 0xc0) == 0x80)
         event->text[n++] = job->prompt[job->at++ % job->n_prompt];
     event->text_length = n;
     if (job->want_ids) {
-        event = fake_emit(engine, ENGINE_EVENT_TOKENS);
-        event->job = job->id;
+        event = fake_emit_job(engine, job, ENGINE_EVENT_TOKENS);
         event->ids = malloc(sizeof(int32_t));
         assert(event->ids);
         event->ids[0] = (int32_t)job->n_output;
         event->n_ids = 1;
     }
-    job->n_output++;
 }
 
 static void fake_state(Engine *engine, FakeJob *job, EngineJobState state)
 {
-    EngineEvent *event = fake_emit(engine, ENGINE_EVENT_JOB_STATE);
-
-    event->job = job->id;
-    event->state = state;
+    fake_emit_job(engine, job, ENGINE_EVENT_JOB_STATE)->state = state;
 }
 
 /* One turn of one job; false when it has ended. */

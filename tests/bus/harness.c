@@ -73,6 +73,10 @@ static pid_t start(const Harness *harness, const char *log, char *const *argumen
         _exit(126);
     (void)setenv("DBUS_SESSION_BUS_ADDRESS", harness->address, 1);
     (void)setenv("XDG_RUNTIME_DIR", harness->folder, 1);
+    if (harness->notify) {
+        (void)setenv("NOTIFY_SOCKET", harness->notify, 1);
+        (void)setenv("WATCHDOG_USEC", "400000", 1);
+    }
     (void)execvp(arguments[0], arguments);
     _exit(127);
 }
@@ -179,6 +183,19 @@ static int stop(pid_t *pid)
 int harness_stop_daemon(Harness *harness)
 {
     return stop(&harness->daemon_pid);
+}
+
+int harness_wait_daemon(Harness *harness)
+{
+    int status = 0;
+
+    for (unsigned i = 0; waitpid(harness->daemon_pid, &status, WNOHANG) == 0; i++) {
+        if (i == 3000)
+            fail_msg("the daemon does not end");
+        (void)usleep(10000);
+    }
+    harness->daemon_pid = 0;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
 static int setup(void **state, bool fake)

@@ -25,6 +25,7 @@
 typedef struct Harness {
     char folder[64], address[128], config[96];
     pid_t bus_pid, daemon_pid;
+    const char *notify; /* the next daemon's NOTIFY_SOCKET, with a watchdog of 400 ms; or NULL */
     bool fake; /* tests/bus/fake-engine.c instead of the engine */
 } Harness;
 
@@ -38,6 +39,8 @@ char *harness_source_file(const char *path);
 void harness_write_config(const Harness *harness, const char *extra);
 /* Ends the daemon with SIGTERM and returns its exit status. */
 int harness_stop_daemon(Harness *harness);
+/* Waits until it ends by itself. */
+int harness_wait_daemon(Harness *harness);
 void harness_start_daemon(Harness *harness);
 /* Runs leatd with @arguments ("--config", …, NULL) on this bus until it ends; its exit status. */
 int harness_run_daemon(const Harness *harness, const char *const *arguments);

@@ -6,12 +6,15 @@
 
 #include <fcntl.h>
 #include <math.h>
+#include <poll.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <cmocka.h>
 
 #define NOBODY 65534
@@ -386,6 +389,29 @@ static void load_and_evaluate_are_jobs(void **state)
     call_fails(bus, SD_BUS_ERROR_INVALID_ARGS, NULL, MODEL_PATH("test"), MODEL, "Evaluate", "hha{sv}", ids, npy, 0); /* ids at its end: none */
 }
 
+static void a_running_job_shows_how_far_it_has_come(void **state)
+{
+    _cleanup_(sd_bus_flush_close_unrefp) sd_bus *bus = harness_connect(*state, getuid());
+    _cleanup_(freep) char *session = open_session(bus, "test"), *job = NULL, *kind = NULL, *job_state = NULL, *busy = NULL;
+    _cleanup_(heard_clear) Heard heard = {.n_ids = 0};
+    _cleanup_(sd_bus_message_unrefp) sd_bus_message *jobs = NULL;
+    _cleanup_(close_fdp) int fd = -1;
+
+    job = generate(bus, session, "12345678", 0, true, &fd);
+    stream_hear_some(fd, 30, 8, &heard);
+    assert_int_equal(get_u32(bus, job, JOB, "PromptTokens"), 2);
+    assert_true(get_u32(bus, job, JOB, "OutputTokens") >= 8);
+    kind = get_text(bus, job, JOB, "Kind");
+    assert_string_equal(kind, "generate");
+    job_state = get_text(bus, job, JOB, "State");
+    assert_string_equal(job_state, "decoding");
+    busy = get_text(bus, session, SESSION, "State");
+    assert_string_equal(busy, "busy");
+    jobs = call_ok(bus, BUS_ROOT, MANAGER, "ListJobs", "a{sv}", 0);
+    assert_true(sd_bus_message_enter_container(jobs, 'a', "a{sv}") > 0);
+    assert_true(sd_bus_message_enter_container(jobs, 'a', "{sv}") > 0); /* at least this one */
+}
+
 static void a_clone_has_its_own_length(void **state)
 {
     _cleanup_(sd_bus_flush_close_unrefp) sd_bus *bus = harness_connect(*state, getuid());
@@ -481,6 +507,72 @@ static void a_stopping_daemon_ends_jobs_with_shutting_down(void **state)
     harness_start_daemon(harness);
 }
 
+/* What systemd is told: messages until one begins with @wanted, at most 10 s; the last one in @ret. */
+static void hear_notify(int socket, const char *wanted, char *ret, size_t size)
+{
+    for (;;) {
+        struct pollfd ready = {.fd = socket, .events = POLLIN};
+        ssize_t n;
+
+        if (poll(&ready, 1, 10000) <= 0)
+            fail_msg("systemd was not told %s", wanted);
+        n = recv(socket, ret, size - 1, 0);
+        assert_true(n >= 0);
+        ret[n] = 0;
+        if (strncmp(ret, wanted, strlen(wanted)) == 0)
+            return;
+    }
+}
+
+static void systemd_is_told_of_readiness_reload_life_and_end(void **state)
+{
+    Harness *harness = *state;
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    _cleanup_(close_fdp) int socket_fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    char text[1024];
+
+    (void)snprintf(address.sun_path, sizeof(address.sun_path), "%s/notify", harness->folder);
+    assert_return_code(bind(socket_fd, (const struct sockaddr *)&address, sizeof(address)), errno);
+    assert_int_equal(harness_stop_daemon(harness), 0);
+    harness->notify = address.sun_path;
+    harness_start_daemon(harness);
+    harness->notify = NULL;
+    hear_notify(socket_fd, "READY=1\nSTATUS=", text, sizeof(text));
+    hear_notify(socket_fd, "WATCHDOG=1", text, sizeof(text));
+    assert_int_equal(kill(harness->daemon_pid, SIGHUP), 0);
+    hear_notify(socket_fd, "RELOADING=1\nMONOTONIC_USEC=", text, sizeof(text));
+    hear_notify(socket_fd, "READY=1", text, sizeof(text));
+    harness_write_config(harness, "nonsense: 1\n"); /* F13: the second READY comes all the same */
+    assert_int_equal(kill(harness->daemon_pid, SIGHUP), 0);
+    hear_notify(socket_fd, "RELOADING=1", text, sizeof(text));
+    hear_notify(socket_fd, "READY=1", text, sizeof(text));
+    harness_write_config(harness, "");
+    hear_notify(socket_fd, "WATCHDOG=1", text, sizeof(text));
+    assert_int_equal(kill(harness->daemon_pid, SIGTERM), 0);
+    hear_notify(socket_fd, "STOPPING=1", text, sizeof(text));
+    assert_int_equal(harness_wait_daemon(harness), 0);
+    harness_start_daemon(harness);
+}
+
+static void an_idle_daemon_leaves_when_it_is_told_so(void **state)
+{
+    Harness *harness = *state;
+    _cleanup_(sd_bus_flush_close_unrefp) sd_bus *bus = NULL;
+    _cleanup_(freep) char *session = NULL;
+
+    assert_int_equal(harness_stop_daemon(harness), 0);
+    harness_write_config(harness, "scheduler: {idle-exit: 300ms}\n");
+    harness_start_daemon(harness);
+    bus = harness_connect(harness, getuid());
+    session = open_session(bus, "test"); /* an open session keeps it */
+    (void)usleep(700000);
+    assert_int_equal(get_u32(bus, session, SESSION, "ContextUsed"), 0);
+    sd_bus_message_unref(call_ok(bus, session, SESSION, "Close", "a{sv}", 0));
+    assert_int_equal(harness_wait_daemon(harness), 0);
+    harness_write_config(harness, "");
+    harness_start_daemon(harness);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -496,12 +588,15 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_pipe_that_never_ends_holds_up_nobody),
         cmocka_unit_test(facts_of_the_engine_become_variants),
         cmocka_unit_test(load_and_evaluate_are_jobs),
+        cmocka_unit_test(a_running_job_shows_how_far_it_has_come),
         cmocka_unit_test(a_clone_has_its_own_length),
         cmocka_unit_test(the_log_level_is_settable),
         cmocka_unit_test(a_reload_brings_and_takes_objects),
         cmocka_unit_test(exit_statuses_are_those_of_the_manual),
         SHARED_CASES,
         cmocka_unit_test(a_stopping_daemon_ends_jobs_with_shutting_down),
+        cmocka_unit_test(systemd_is_told_of_readiness_reload_life_and_end),
+        cmocka_unit_test(an_idle_daemon_leaves_when_it_is_told_so),
     };
 
     if (case_client(argc, argv) >= 0)
