@@ -7,23 +7,22 @@
 #include <stdint.h>
 
 #define OPS_GROUP_ROWS   8  /* GROUP_ROWS of norm.cl */
-#define OPS_STAGES       4  /* STAGES of linear-few.cl */
+#define OPS_STAGES       4  /* STAGES of linear-stages.cl */
 #define OPS_SYNC_BYTES   ((2 * OPS_STAGES + 1) * 64)
 #define OPS_TYPE_NUMBERS 31 /* WEIGHT_TYPE_* are below */
 /* Work-items of a portable group: a multiple of a tile's rows, and PREPARE_ITEMS of norm.cl. */
 #define OPS_LOCAL_ITEMS  32
 
 typedef struct OpsKernels {
-    GpuKernel *prepare, *many, *embed;
-    GpuKernel *few;         /* on x86 CPUs */
-    uint32_t n_stages_set; /* of linear_few: stages whose arguments name buffers */
+    GpuKernel *prepare, *product, *embed;
+    uint32_t n_stages_set; /* of linear_stages: those whose arguments name buffers */
 } OpsKernels;
 
 struct Ops {
     Gpu *gpu;
     OpsOptions options;
     bool vectors;      /* work-items carry 8 or 16 rows and are groups of their own */
-    uint32_t n_groups; /* of linear_few: one a thread */
+    uint32_t n_groups; /* of linear_stages: one a thread */
     GpuBuffer *act;    /* prepared activations */
     GpuBuffer *sync;
     OpsKernels kernels[OPS_TYPE_NUMBERS];

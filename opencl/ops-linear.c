@@ -2,8 +2,9 @@
 /*
  * Products: which kernels a linear becomes.
  *
- * x86 CPUs, up to 8 rows   linear_few: prologue, up to four linears of one weight type, one launch
- * else                     prepare_rows, then linear_many, per run of weights of one type
+ * x86 CPUs, up to 8 rows   linear_stages: prologue and up to four linears of one weight type, one launch
+ * x86 CPUs, more rows      prepare_rows, then linear_stages with one stage, for each run of weights of one type
+ * else                     prepare_rows, then linear_rows, likewise
  */
 
 #include "opencl/ops-internal.h"
@@ -17,10 +18,10 @@ typedef struct Shape {
     uint32_t weight_rows[3];
     uint32_t n_cols, y_cols, y_first, epilogue;
     float eps;
-    uint32_t n_tiles, tiles_per_ticket;
+    uint32_t n_tiles, tiles_per_ticket, rows_per_ticket, reserved;
 } Shape;
 
-static_assert(sizeof(Shape) == 80, "Shape is laid out alike on host and device");
+static_assert(sizeof(Shape) == 88, "Shape is laid out alike on host and device");
 
 #define EPILOGUE_GATE 3 /* of linear.cl: y = silu(y) * W x */
 
@@ -29,15 +30,16 @@ typedef struct Part {
     const OpsLinear *linear;
     const OpsWeight *weights;
     uint32_t n_weights;
+    uint64_t tile_bytes;
     Shape shape;
 } Part;
 
-/* Work-groups for each thread of a CPU: enough that the last one to finish is not waited for long. */
-#define SHARES_PER_THREAD 8
+/* Tickets for each thread of a CPU: enough that the last one to finish is not waited for long. */
+#define TICKETS_PER_THREAD 8
 /* A ticket is drawn by an atomic of 100 ns and should take microseconds, not tens of them. */
 #define TICKET_BYTES 65536
 /* Rows whose prepared activations stay in the second cache level beside a tile: 128 rows of 2048 columns are 400 KB. */
-#define ROWS_PER_GROUP 128
+#define TICKET_ROWS 128
 
 static const OpsLinear no_linear;
 static const OpsWeight no_weight;
@@ -66,6 +68,7 @@ static Part make_part(const OpsLinear *linear, uint32_t first, uint32_t n, uint3
         .linear = linear,
         .weights = weights,
         .n_weights = n,
+        .tile_bytes = tile_bytes(weights),
         .shape = {.x_rows_offset = linear->x_rows_offset, .norm_offset = linear->norm_offset, .n_cols = weights[0].n_cols,
                   .epilogue = epilogue, .eps = linear->norm_eps},
     };
@@ -119,13 +122,13 @@ static int check_linear(const Ops *ops, const OpsLinear *linear, uint32_t n_rows
     return 0;
 }
 
-/* ---- few rows ------------------------------------------------------------------------------------------------------------------ */
+/* ---- stages on x86 CPUs ------------------------------------------------------------------------------------------------------- */
 
-enum { FEW_N_STAGES, FEW_N_ROWS, FEW_ACTS, FEW_ACT_WORDS, FEW_SYNC, FEW_STAGE0, FEW_STAGE_ARGUMENTS = 8 };
+enum { STAGES_N, STAGES_N_ROWS, STAGES_ACTS, STAGES_ACT_WORDS, STAGES_SYNC, STAGES_FIRST, STAGE_ARGUMENTS = 8 };
 
 static int set_stage(GpuKernel *kernel, uint32_t stage, const Part *part)
 {
-    unsigned argument = FEW_STAGE0 + stage * FEW_STAGE_ARGUMENTS;
+    unsigned argument = STAGES_FIRST + stage * STAGE_ARGUMENTS;
     const OpsLinear *linear = part->linear;
     int r;
 
@@ -143,53 +146,49 @@ static int set_stage(GpuKernel *kernel, uint32_t stage, const Part *part)
     return r;
 }
 
-/* Up to OPS_STAGES parts of one type. */
-static int launch_few(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_parts, uint32_t n_rows)
+static void share_out(const Ops *ops, Part *part, uint32_t n_rows)
 {
-    uint32_t shares = ops->n_groups * SHARES_PER_THREAD;
+    uint64_t shares = (uint64_t)ops->n_groups * TICKETS_PER_THREAD;
+    uint64_t n_row_steps = (n_rows + TICKET_ROWS - 1) / TICKET_ROWS, tiles = part->shape.n_tiles * n_row_steps / shares;
+    uint64_t most = TICKET_BYTES / (part->tile_bytes + 1);
+
+    if (n_rows <= OPS_GROUP_ROWS)
+        tiles = MIN(tiles, most);
+    part->shape.tiles_per_ticket = (uint32_t)MAX(tiles, 1u);
+    part->shape.rows_per_ticket = TICKET_ROWS;
+}
+
+/* Up to OPS_STAGES parts of one type.  @prepared: there is one part, and prepare_rows has run. */
+static int launch_stages(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_parts, uint32_t n_rows, bool prepared)
+{
+    GpuKernel *kernel = kernels->product;
     int r = 0;
 
     for (uint32_t i = 0; i < n_parts && !r; i++) {
-        Shape *shape = &parts[i].shape;
-        uint32_t most = (uint32_t)(TICKET_BYTES / tile_bytes(&parts[i].weights[0]));
-
-        shape->tiles_per_ticket = MAX(MIN(shape->n_tiles / shares, most), 1u);
-        r = set_stage(kernels->few, i, &parts[i]);
+        share_out(ops, &parts[i], n_rows);
+        r = set_stage(kernel, i, &parts[i]);
     }
     /* A buffer that an earlier launch had may be gone by now, and a driver looks at all arguments. */
     for (uint32_t i = n_parts; i < kernels->n_stages_set && !r; i++)
-        r = set_stage(kernels->few, i, &no_part);
+        r = set_stage(kernel, i, &no_part);
     kernels->n_stages_set = n_parts;
     if (!r)
-        r = gpu_kernel_set_u32(kernels->few, FEW_N_STAGES, n_parts);
+        r = gpu_kernel_set_u32(kernel, STAGES_N, n_parts);
     if (!r)
-        r = gpu_kernel_set_u32(kernels->few, FEW_N_ROWS, n_rows);
+        r = gpu_kernel_set_u32(kernel, STAGES_N_ROWS, n_rows);
     if (!r)
-        r = gpu_launch(kernels->few, GPU_RANGE_1D(ops->n_groups, 1), GPU_WAIT_NONE, NULL);
+        r = gpu_kernel_set_buffer(kernel, STAGES_ACTS, ops->act);
+    if (!r)
+        r = gpu_kernel_set_u32(kernel, STAGES_ACT_WORDS,
+                               prepared ? 0 : (uint32_t)ops_act_group_words(ops->options.max_columns));
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, STAGES_SYNC, ops->sync);
+    if (!r)
+        r = gpu_launch(kernel, GPU_RANGE_1D(ops->n_groups, 1), GPU_WAIT_NONE, NULL);
     return r;
 }
 
-static int warm_few(Ops *ops, GpuKernel *few)
-{
-    int r;
-
-    r = gpu_kernel_set_buffer(few, FEW_ACTS, ops->act);
-    if (!r)
-        r = gpu_kernel_set_u32(few, FEW_ACT_WORDS, (uint32_t)ops_act_group_words(ops->options.max_columns));
-    if (!r)
-        r = gpu_kernel_set_buffer(few, FEW_SYNC, ops->sync);
-    for (uint32_t i = 0; i < OPS_STAGES && !r; i++)
-        r = set_stage(few, i, &no_part);
-    if (!r)
-        r = gpu_kernel_set_u32(few, FEW_N_STAGES, 0);
-    if (!r)
-        r = gpu_kernel_set_u32(few, FEW_N_ROWS, 0);
-    if (!r)
-        r = gpu_launch(few, GPU_RANGE_1D(ops->n_groups, 1), GPU_WAIT_NONE, NULL);
-    return r;
-}
-
-/* ---- many rows ----------------------------------------------------------------------------------------------------------------- */
+/* ---- prepared rows ------------------------------------------------------------------------------------------------------------- */
 
 static int launch_prepare(Ops *ops, OpsKernels *kernels, const OpsLinear *linear, uint32_t n_cols, uint32_t n_rows)
 {
@@ -217,38 +216,31 @@ static int launch_prepare(Ops *ops, OpsKernels *kernels, const OpsLinear *linear
     return r;
 }
 
-static int launch_many(Ops *ops, OpsKernels *kernels, Part *part, uint32_t n_rows)
+/* Devices other than x86 CPUs: a work-item for each row of the weights and group of rows. */
+static int launch_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
 {
-    uint32_t row_step = ops->vectors ? ROWS_PER_GROUP : OPS_GROUP_ROWS, n_steps = (n_rows + row_step - 1) / row_step;
-    GpuKernel *kernel = kernels->many;
-    Shape *shape = &part->shape;
-    GpuRange range;
+    size_t items = ((size_t)part->shape.n_tiles * WEIGHT_TILE_ROWS + OPS_LOCAL_ITEMS - 1) / OPS_LOCAL_ITEMS * OPS_LOCAL_ITEMS;
+    uint32_t n_groups = (n_rows + OPS_GROUP_ROWS - 1) / OPS_GROUP_ROWS;
+    GpuKernel *kernel = kernels->product;
     int r;
 
-    if (ops->vectors) {
-        uint64_t shares = (uint64_t)ops->n_groups * SHARES_PER_THREAD;
-
-        shape->tiles_per_ticket = (uint32_t)MAX((uint64_t)shape->n_tiles * n_steps / shares, 1u);
-        range = GPU_RANGE_2D((shape->n_tiles + shape->tiles_per_ticket - 1) / shape->tiles_per_ticket, n_steps, 1, 1);
-    } else {
-        size_t items = (size_t)shape->n_tiles * WEIGHT_TILE_ROWS;
-
-        range = GPU_RANGE_2D((items + OPS_LOCAL_ITEMS - 1) / OPS_LOCAL_ITEMS * OPS_LOCAL_ITEMS, n_steps, OPS_LOCAL_ITEMS, 1);
-    }
-    r = gpu_kernel_set_bytes(kernel, 0, shape, sizeof(*shape));
+    r = gpu_kernel_set_bytes(kernel, 0, &part->shape, sizeof(part->shape));
     for (uint32_t i = 0; i < 3 && !r; i++)
         r = gpu_kernel_set_buffer(kernel, 1 + i, i < part->n_weights ? part->weights[i].buffer : NULL);
     if (!r)
-        r = gpu_kernel_set_buffer(kernel, 4, ops->act);
+        r = gpu_kernel_set_buffer(kernel, 4, act);
     if (!r)
         r = gpu_kernel_set_u32(kernel, 5, n_rows);
     if (!r)
-        r = gpu_kernel_set_u32(kernel, 6, row_step);
+        r = gpu_kernel_set_buffer(kernel, 6, part->linear->y);
     if (!r)
-        r = gpu_kernel_set_buffer(kernel, 7, part->linear->y);
-    if (!r)
-        r = gpu_launch(kernel, range, GPU_WAIT_NONE, NULL);
+        r = gpu_launch(kernel, GPU_RANGE_2D(items, n_groups, OPS_LOCAL_ITEMS, 1), GPU_WAIT_NONE, NULL);
     return r;
+}
+
+static int launch_product(Ops *ops, OpsKernels *kernels, Part *part, uint32_t n_rows)
+{
+    return ops->vectors ? launch_stages(ops, kernels, part, 1, n_rows, true) : launch_rows(kernels, ops->act, part, n_rows);
 }
 
 int ops_linear_warm(Ops *ops, OpsKernels *kernels)
@@ -257,12 +249,10 @@ int ops_linear_warm(Ops *ops, OpsKernels *kernels)
     int r;
 
     r = launch_prepare(ops, kernels, &no_linear, 0, 1);
-    if (!r) {
-        nothing.shape.n_tiles = 1; /* a tile without valid rows or columns */
-        r = launch_many(ops, kernels, &nothing, 1);
-    }
-    if (!r && ops->vectors)
-        r = warm_few(ops, kernels->few);
+    nothing.shape.n_tiles = 1; /* a tile without valid rows or columns */
+    kernels->n_stages_set = OPS_STAGES;
+    if (!r)
+        r = launch_product(ops, kernels, &nothing, 1);
     return r;
 }
 
@@ -273,7 +263,7 @@ static bool activations_are_alike(const Ops *ops, const OpsWeight *a, const OpsW
     return ops->options.exact || (a->type->block_elements == 1) == (b->type->block_elements == 1);
 }
 
-static int linear_many(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
+static int linear_prepared(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
 {
     Part parts[3];
     uint32_t n_parts = make_parts(linear, parts);
@@ -288,7 +278,7 @@ static int linear_many(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
         if (i == 0 || !activations_are_alike(ops, parts[i].weights, parts[i - 1].weights))
             r = launch_prepare(ops, kernels, linear, parts[i].shape.n_cols, n_rows);
         if (!r)
-            r = launch_many(ops, kernels, &parts[i], n_rows);
+            r = launch_product(ops, kernels, &parts[i], n_rows);
         if (r)
             return r;
     }
@@ -296,7 +286,7 @@ static int linear_many(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
 }
 
 /* Collects stages of one type and launches them when the type changes or no more fit. */
-static int chain_few(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
+static int chain_stages(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
 {
     OpsKernels *kernels = NULL;
     Part stages[OPS_STAGES], parts[3];
@@ -310,7 +300,7 @@ static int chain_few(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_
             const WeightTypeInfo *type = parts[j].weights[0].type;
 
             if (n_stages == OPS_STAGES || (n_stages > 0 && stages[0].weights[0].type != type)) {
-                r = launch_few(ops, kernels, stages, n_stages, n_rows);
+                r = launch_stages(ops, kernels, stages, n_stages, n_rows, false);
                 if (r)
                     return r;
                 n_stages = 0;
@@ -323,7 +313,7 @@ static int chain_few(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_
             stages[n_stages++] = parts[j];
         }
     }
-    return n_stages > 0 ? launch_few(ops, kernels, stages, n_stages, n_rows) : 0;
+    return n_stages > 0 ? launch_stages(ops, kernels, stages, n_stages, n_rows, false) : 0;
 }
 
 int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
@@ -333,9 +323,9 @@ int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
     for (uint32_t i = 0; i < n && !r; i++)
         r = check_linear(ops, &linears[i], n_rows);
     if (!r && ops->vectors && n_rows <= OPS_GROUP_ROWS)
-        return chain_few(ops, linears, n, n_rows);
+        return chain_stages(ops, linears, n, n_rows);
     for (uint32_t i = 0; i < n && !r; i++)
-        r = linear_many(ops, &linears[i], n_rows);
+        r = linear_prepared(ops, &linears[i], n_rows);
     return r;
 }
 

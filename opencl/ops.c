@@ -11,7 +11,7 @@ static bool has_vectors(const GpuInfo *info)
     return info->simd != GPU_SIMD_PORTABLE;
 }
 
-/* Groups of rows in the largest pass; each thread of linear_few has one for itself. */
+/* Groups of rows in the largest pass; each thread of linear_stages has one for itself. */
 static uint64_t act_groups(const GpuInfo *info, const OpsOptions *options)
 {
     uint64_t of_rows = ((uint64_t)options->max_rows + OPS_GROUP_ROWS - 1) / OPS_GROUP_ROWS;
@@ -74,8 +74,7 @@ Ops *ops_free(Ops *ops)
         return NULL;
     for (size_t i = 0; i < N_ELEMENTS(ops->kernels); i++) {
         (void)gpu_kernel_free(ops->kernels[i].prepare);
-        (void)gpu_kernel_free(ops->kernels[i].many);
-        (void)gpu_kernel_free(ops->kernels[i].few);
+        (void)gpu_kernel_free(ops->kernels[i].product);
         (void)gpu_kernel_free(ops->kernels[i].embed);
     }
     (void)gpu_buffer_free(ops->sync);
@@ -93,7 +92,7 @@ static bool is_float(WeightType type)
 
 static int build_linear(Ops *ops, WeightType type, OpsKernels *kernels, ErrorDetail *reterr)
 {
-    static const char *const sources[] = {"lanes.cl", "weight.cl", "norm.cl", "linear.cl", "linear-few.cl"};
+    static const char *const sources[] = {"lanes.cl", "weight.cl", "norm.cl", "linear.cl", "linear-stages.cl"};
     GpuProgram *program;
     char options[96];
     int r;
@@ -104,9 +103,7 @@ static int build_linear(Ops *ops, WeightType type, OpsKernels *kernels, ErrorDet
     if (!r)
         r = gpu_kernel_new(program, "prepare_rows", &kernels->prepare, reterr);
     if (!r)
-        r = gpu_kernel_new(program, "linear_many", &kernels->many, reterr);
-    if (!r && ops->vectors)
-        r = gpu_kernel_new(program, "linear_few", &kernels->few, reterr);
+        r = gpu_kernel_new(program, ops->vectors ? "linear_stages" : "linear_rows", &kernels->product, reterr);
     return r;
 }
 

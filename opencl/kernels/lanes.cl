@@ -49,6 +49,14 @@
 #define V_STORE(v, p) (*(p) = (v))
 #endif
 
+/* Hides a value from the x86 optimiser, which would otherwise make a copy of the big loops for each case that leads to them:
+ * that has tripled the time to compile. */
+#if LANES > 1
+#define OPAQUE(x) __asm__("" : "+r"(x))
+#else
+#define OPAQUE(x) (void)(x)
+#endif
+
 /* ---- binary16 ------------------------------------------------------------------------------------------------------------ */
 
 /* vload_half is a slow library call on PoCL; these are exact too, subnormals included. */

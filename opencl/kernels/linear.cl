@@ -109,8 +109,8 @@ typedef struct Shape {
     uint weight_rows[3];
     uint n_cols, y_cols, y_first, epilogue;
     float eps;
-    uint n_tiles;          /* of all weights; with SWIGLU of one */
-    uint tiles_per_ticket; /* or per work-group */
+    uint n_tiles; /* of all weights; with SWIGLU of one */
+    uint tiles_per_ticket, rows_per_ticket, reserved;
 } Shape;
 
 ALWAYS_INLINE VF epilogue_value(const uint epilogue, VF value, VF old)
@@ -177,23 +177,33 @@ ALWAYS_INLINE Unit find_unit(const Shape *shape, const Weights *weights, uint ti
 /* @rows rows of one group; @act points at the first of them, @y at its row. */
 ALWAYS_INLINE void unit_rows(const Shape *shape, const Unit *unit, const __global int *act, __global float *y, const int rows)
 {
-    VF values[GROUP_ROWS];
+    uint n_products = shape->epilogue == EPILOGUE_SWIGLU ? 2 : 1;
+    VF values[GROUP_ROWS], gate[GROUP_ROWS];
 
-    product(unit->tile[0], unit->lane0, shape->n_cols, act, rows, values);
-    if (shape->epilogue == EPILOGUE_SWIGLU) {
-        VF up[GROUP_ROWS];
-
-        product(unit->tile[1], unit->lane0, shape->n_cols, act, rows, up);
-#pragma unroll
-        for (int r = 0; r < rows; r++)
-            values[r] = lanes_silu(values[r]) * up[r];
-    }
+    OPAQUE(n_products);
 #pragma unroll
     for (int r = 0; r < rows; r++)
+        values[r] = (VF)(0.0f);
+#pragma unroll 1
+    for (uint i = 0; i < n_products; i++) {
+        const __global uchar *tile = unit->tile[i];
+
+#pragma unroll
+        for (int r = 0; r < rows; r++)
+            gate[r] = values[r];
+        OPAQUE(tile);
+        product(tile, unit->lane0, shape->n_cols, act, rows, values);
+    }
+#pragma unroll
+    for (int r = 0; r < rows; r++) {
+        if (shape->epilogue == EPILOGUE_SWIGLU)
+            values[r] = lanes_silu(gate[r]) * values[r];
         store_lanes(y + (size_t)r * shape->y_cols + unit->y_column, values[r], unit->n_valid, shape->epilogue);
+    }
 }
 
-/* Rows from one group's row 0 on; whole steps of 8, 4, 2 and 1 so that registers fit and nothing is computed in vain. */
+/* The rows of one group: as many at a time as there are registers, so that a tile is unpacked once for them, and nothing is
+ * computed in vain. */
 ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __global int *act, __global float *y, uint n_rows)
 {
     const uint act_row = FLOAT_ACTS ? 1 : ACT_WORDS;
@@ -204,15 +214,11 @@ ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __glob
         return;
     }
 #endif
-    while (n_rows >= 4) {
+#pragma unroll 1
+    for (; n_rows >= 4; n_rows -= 4, act += 4 * act_row, y += 4 * (size_t)shape->y_cols)
         unit_rows(shape, unit, act, y, 4);
-        act += 4 * act_row, y += 4 * (size_t)shape->y_cols, n_rows -= 4;
-    }
-    if (n_rows >= 2) {
-        unit_rows(shape, unit, act, y, 2);
-        act += 2 * act_row, y += 2 * (size_t)shape->y_cols, n_rows -= 2;
-    }
-    if (n_rows >= 1)
+#pragma unroll 1
+    for (; n_rows >= 1; n_rows--, act += act_row, y += shape->y_cols)
         unit_rows(shape, unit, act, y, 1);
 }
 
@@ -221,37 +227,13 @@ ALWAYS_INLINE uint act_group_words(const uint n_cols)
     return (n_cols + 31) / 32 * ACT_BLOCK_WORDS;
 }
 
-/* All rows of a tile for some groups of rows. */
-ALWAYS_INLINE void tile_rows(const Shape *shape, const Weights *weights, const uint tile, const __global int *act,
-                             const uint row_begin, const uint row_end, __global float *y)
-{
-    const uint group_words = act_group_words(shape->n_cols);
+#if LANES == 1
 
-    for (uint lane0 = 0; lane0 < TILE_ROWS; lane0 += LANES) {
-        Unit unit = find_unit(shape, weights, tile, lane0);
-
-        for (uint row = row_begin; row < row_end; row += GROUP_ROWS)
-            unit_group(shape, &unit, act + (size_t)(row / GROUP_ROWS) * group_words, y + (size_t)row * shape->y_cols,
-                       min(row_end - row, (uint)GROUP_ROWS));
-    }
-}
-
-/*
- * Many rows.  CPUs: work-group (i, j), one work-item, makes tiles [i * tiles_per_ticket, ...) of rows [j * row_step, ...): a tile
- * stays in the first cache level while the rows' activations come from the second.  Else: work-item (i, j) makes row i of the
- * (padded) weights for group j.
- */
-__kernel void linear_many(const Shape shape, const __global uchar *w0, const __global uchar *w1, const __global uchar *w2,
-                          const __global int *act, const uint n_rows, const uint row_step, __global float *y)
+/* Work-item (i, j) makes row i of the (padded) weights for rows [8 j, 8 j + 8) of the pass. */
+__kernel void linear_rows(const Shape shape, const __global uchar *w0, const __global uchar *w1, const __global uchar *w2,
+                          const __global int *act, const uint n_rows, __global float *y)
 {
     const Weights weights = {{w0, w1, w2}};
-#if LANES > 1
-    uint tile_end = min((uint)(get_group_id(0) + 1) * shape.tiles_per_ticket, shape.n_tiles);
-    uint row_begin = get_group_id(1) * row_step;
-
-    for (uint tile = get_group_id(0) * shape.tiles_per_ticket; tile < tile_end; tile++)
-        tile_rows(&shape, &weights, tile, act, row_begin, min(row_begin + row_step, n_rows), y);
-#else
     uint tile = get_global_id(0) / TILE_ROWS, row = get_global_id(1) * GROUP_ROWS;
     Unit unit;
 
@@ -260,5 +242,6 @@ __kernel void linear_many(const Shape shape, const __global uchar *w0, const __g
     unit = find_unit(&shape, &weights, tile, get_global_id(0) % TILE_ROWS);
     unit_group(&shape, &unit, act + (size_t)get_global_id(1) * act_group_words(shape.n_cols),
                y + (size_t)row * shape.y_cols, min(n_rows - row, (uint)GROUP_ROWS));
-#endif
 }
+
+#endif

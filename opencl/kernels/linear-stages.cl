@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Up to four products in a row for up to 8 rows of the pass, in one launch: x86 CPUs only.
+ * Up to four products in a row in one launch: x86 CPUs only.
  *
  * A launch and the late waking of a second thread cost as much as a small product, so the products of a layer that follow each
- * other run as *stages* of one launch.  Each work-group (one work-item, one thread) draws *tickets*, a few tiles each, from the
- * stage's counter, and goes on to the next stage when all tickets of the stage are done.  Nobody waits for a work-group that
- * has not started: a ticket is held only by a running one, so a single thread that runs the groups one after the other
- * finishes too.  The wait is bounded: a group that has waited SPIN_LIMIT pauses (its peer's thread has lost its core) leaves,
- * and those that hold tickets do the rest.  Tickets do not change what is computed, only by whom.
+ * other run as *stages* of one launch.  Each work-group (one work-item, one thread) draws *tickets*, a few tiles for some rows,
+ * from the stage's counter, and goes on to the next stage when all tickets of the stage are done.  Nobody waits for a
+ * work-group that has not started: a ticket is held only by a running one, so a single thread that runs the groups one after
+ * the other finishes too.  The wait is bounded: a group that has waited SPIN_LIMIT pauses (its peer's thread has lost its core)
+ * leaves, and those that hold tickets do the rest.  Tickets do not change what is computed, only by whom.
  *
- * Each group prepares the stage's activations for itself (0.3 us for 576 values) after it has drawn a ticket, never before:
- * a drawn ticket keeps the stage open, so that no later stage overwrites x meanwhile.
+ * Up to 8 rows: each group prepares the stage's activations for itself (0.3 us for 576 values) after it has drawn a ticket,
+ * never before: a drawn ticket keeps the stage open, so that no later stage overwrites x meanwhile.
+ * More rows: one stage, activations prepared by an earlier launch (act_words = 0).
  *
  * sync: 64 bytes apart, NEXT and DONE of each stage, then LEFT.  Zero before the launch; the last group to leave zeroes it.
  */
@@ -49,22 +50,43 @@ ALWAYS_INLINE void prepare_stage(const Shape *shape, const Stage *stage, const u
                     shape->n_cols, act, r);
 }
 
+/* A tile for some rows. */
+ALWAYS_INLINE void tile_rows(const Shape *shape, const Stage *stage, const uint tile, const __global int *act,
+                             const uint row_begin, const uint row_end)
+{
+    const uint group_words = act_group_words(shape->n_cols);
+
+#pragma unroll 1
+    for (uint lane0 = 0; lane0 < TILE_ROWS; lane0 += LANES) {
+        Unit unit = find_unit(shape, &stage->weights, tile, lane0);
+
+#pragma unroll 1
+        for (uint row = row_begin; row < row_end; row += GROUP_ROWS)
+            unit_group(shape, &unit, act + (size_t)(row / GROUP_ROWS) * group_words,
+                       stage->y + (size_t)row * shape->y_cols, min(row_end - row, (uint)GROUP_ROWS));
+    }
+}
+
 /* Whether all of the stage is done; false: this group has given up waiting. */
-ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint n_rows, __global int *act,
+ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint n_rows, __global int *act, const bool prepare,
                              volatile __global uint *next, volatile __global uint *done, const bool wait)
 {
-    uint n_tickets = (shape->n_tiles + shape->tiles_per_ticket - 1) / shape->tiles_per_ticket, n_mine = 0, spins = 0;
+    const uint n_columns = (shape->n_tiles + shape->tiles_per_ticket - 1) / shape->tiles_per_ticket;
+    const uint n_tickets = n_columns * ((n_rows + shape->rows_per_ticket - 1) / shape->rows_per_ticket);
+    uint n_mine = 0, spins = 0;
 
     for (;;) {
-        uint ticket = atomic_inc(next), tile = ticket * shape->tiles_per_ticket, tile_end;
+        uint ticket = atomic_inc(next), tile, tile_end, row_begin;
 
         if (ticket >= n_tickets)
             break;
-        if (n_mine++ == 0)
+        if (n_mine++ == 0 && prepare)
             prepare_stage(shape, stage, n_rows, act);
+        tile = ticket % n_columns * shape->tiles_per_ticket;
         tile_end = min(tile + shape->tiles_per_ticket, shape->n_tiles);
+        row_begin = ticket / n_columns * shape->rows_per_ticket;
         for (; tile < tile_end; tile++)
-            tile_rows(shape, &stage->weights, tile, act, 0, n_rows, stage->y);
+            tile_rows(shape, stage, tile, act, row_begin, min(row_begin + shape->rows_per_ticket, n_rows));
     }
     /* A locked addition is a full barrier on x86; the asm keeps the compiler from moving stores and loads across. */
     __asm__ volatile("" ::: "memory");
@@ -79,16 +101,18 @@ ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint 
     return true;
 }
 
-__kernel void linear_few(const uint n_stages, const uint n_rows, __global int *acts, const uint act_words,
-                         volatile __global uint *sync, STAGE_ARGUMENTS(0), STAGE_ARGUMENTS(1), STAGE_ARGUMENTS(2),
-                         STAGE_ARGUMENTS(3))
+__kernel void linear_stages(const uint n_stages, const uint n_rows, __global int *acts, const uint act_words,
+                            volatile __global uint *sync, STAGE_ARGUMENTS(0), STAGE_ARGUMENTS(1), STAGE_ARGUMENTS(2),
+                            STAGE_ARGUMENTS(3))
 {
     const Shape *shapes[STAGES] = {&shape0, &shape1, &shape2, &shape3};
     const Stage stages[STAGES] = {STAGE(0), STAGE(1), STAGE(2), STAGE(3)};
     __global int *act = acts + (size_t)get_group_id(0) * act_words;
 
+#pragma unroll 1
     for (uint s = 0; s < n_stages; s++)
-        if (!run_stage(shapes[s], &stages[s], n_rows, act, sync + SYNC_NEXT(s), sync + SYNC_DONE(s), s + 1 < n_stages))
+        if (!run_stage(shapes[s], &stages[s], n_rows, act, act_words > 0, sync + SYNC_NEXT(s), sync + SYNC_DONE(s),
+                       s + 1 < n_stages))
             break;
     if (atomic_inc(sync + SYNC_LEFT) == get_num_groups(0) - 1)
         for (uint i = 0; i <= SYNC_LEFT; i += SYNC_STRIDE)
