@@ -14,7 +14,8 @@
 #define OPS_LOCAL_ITEMS  32
 
 typedef struct OpsKernels {
-    GpuKernel *prepare, *product, *embed;
+    GpuKernel *product, *embed;
+    GpuKernel *prepare;    /* not on x86 CPUs: there it is a stage */
     uint32_t n_stages_set; /* of linear_stages: those whose arguments name buffers */
 } OpsKernels;
 
@@ -34,7 +35,7 @@ static inline uint64_t ops_act_group_words(uint32_t n_cols)
     return ((uint64_t)n_cols + 31) / 32 * 32 * OPS_GROUP_ROWS;
 }
 
-/* The kernels of a type; builds them when that has not happened yet. */
-int ops_kernels(Ops *ops, const WeightTypeInfo *type, OpsKernels **ret);
+/* Builds the kernels of a type when that has not happened yet; then they are ops->kernels[type]. */
+int ops_require_type(Ops *ops, const WeightTypeInfo *type);
 /* Launches the products' kernels of @kernels on nothing, so that the driver specialises them now. */
 int ops_linear_warm(Ops *ops, OpsKernels *kernels);

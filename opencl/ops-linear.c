@@ -23,7 +23,9 @@ typedef struct Shape {
 
 static_assert(sizeof(Shape) == 88, "Shape is laid out alike on host and device");
 
-#define EPILOGUE_GATE 3 /* of linear.cl: y = silu(y) * W x */
+/* More of linear.cl. */
+#define EPILOGUE_GATE 3 /* y = silu(y) * W x */
+#define EPILOGUE_NONE 4 /* only prepares activations */
 
 /* A linear whose weights have one type: what one product of a kernel does. */
 typedef struct Part {
@@ -155,11 +157,11 @@ static void share_out(const Ops *ops, Part *part, uint32_t n_rows)
     if (n_rows <= OPS_GROUP_ROWS)
         tiles = MIN(tiles, most);
     part->shape.tiles_per_ticket = (uint32_t)MAX(tiles, 1u);
-    part->shape.rows_per_ticket = TICKET_ROWS;
+    part->shape.rows_per_ticket = part->shape.epilogue == EPILOGUE_NONE ? OPS_GROUP_ROWS : TICKET_ROWS;
 }
 
-/* Up to OPS_STAGES parts of one type.  @prepared: there is one part, and prepare_rows has run. */
-static int launch_stages(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_parts, uint32_t n_rows, bool prepared)
+/* Up to OPS_STAGES parts of one type.  @shared: there is one part, which prepares activations for all groups or uses those. */
+static int launch_stages(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_parts, uint32_t n_rows, bool shared)
 {
     GpuKernel *kernel = kernels->product;
     int r = 0;
@@ -180,7 +182,7 @@ static int launch_stages(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_
         r = gpu_kernel_set_buffer(kernel, STAGES_ACTS, ops->act);
     if (!r)
         r = gpu_kernel_set_u32(kernel, STAGES_ACT_WORDS,
-                               prepared ? 0 : (uint32_t)ops_act_group_words(ops->options.max_columns));
+                               shared ? 0 : (uint32_t)ops_act_group_words(ops->options.max_columns));
     if (!r)
         r = gpu_kernel_set_buffer(kernel, STAGES_SYNC, ops->sync);
     if (!r)
@@ -190,9 +192,10 @@ static int launch_stages(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_
 
 /* ---- prepared rows ------------------------------------------------------------------------------------------------------------- */
 
-static int launch_prepare(Ops *ops, OpsKernels *kernels, const OpsLinear *linear, uint32_t n_cols, uint32_t n_rows)
+/* Devices other than x86 CPUs: a work-group for each row. */
+static int launch_prepare_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
 {
-    uint32_t items = ops->vectors ? 1 : OPS_LOCAL_ITEMS;
+    const OpsLinear *linear = part->linear;
     GpuKernel *kernel = kernels->prepare;
     int r;
 
@@ -208,16 +211,16 @@ static int launch_prepare(Ops *ops, OpsKernels *kernels, const OpsLinear *linear
     if (!r)
         r = gpu_kernel_set_f32(kernel, 5, linear->norm_eps);
     if (!r)
-        r = gpu_kernel_set_u32(kernel, 6, n_cols);
+        r = gpu_kernel_set_u32(kernel, 6, part->shape.n_cols);
     if (!r)
-        r = gpu_kernel_set_buffer(kernel, 7, ops->act);
+        r = gpu_kernel_set_buffer(kernel, 7, act);
     if (!r)
-        r = gpu_launch(kernel, GPU_RANGE_2D(items, n_rows, items, 1), GPU_WAIT_NONE, NULL);
+        r = gpu_launch(kernel, GPU_RANGE_2D(OPS_LOCAL_ITEMS, n_rows, OPS_LOCAL_ITEMS, 1), GPU_WAIT_NONE, NULL);
     return r;
 }
 
 /* Devices other than x86 CPUs: a work-item for each row of the weights and group of rows. */
-static int launch_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
+static int launch_linear_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
 {
     size_t items = ((size_t)part->shape.n_tiles * WEIGHT_TILE_ROWS + OPS_LOCAL_ITEMS - 1) / OPS_LOCAL_ITEMS * OPS_LOCAL_ITEMS;
     uint32_t n_groups = (n_rows + OPS_GROUP_ROWS - 1) / OPS_GROUP_ROWS;
@@ -238,9 +241,23 @@ static int launch_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *pa
     return r;
 }
 
+/* Activations of a part for all rows, to be used by launch_product() of parts with the same input. */
+static int launch_prepare(Ops *ops, OpsKernels *kernels, const Part *part, uint32_t n_rows)
+{
+    Part prepare = *part;
+
+    if (!ops->vectors)
+        return launch_prepare_rows(kernels, ops->act, part, n_rows);
+    prepare.n_weights = 0;
+    prepare.shape.epilogue = EPILOGUE_NONE;
+    prepare.shape.n_tiles = 1;
+    return launch_stages(ops, kernels, &prepare, 1, n_rows, true);
+}
+
 static int launch_product(Ops *ops, OpsKernels *kernels, Part *part, uint32_t n_rows)
 {
-    return ops->vectors ? launch_stages(ops, kernels, part, 1, n_rows, true) : launch_rows(kernels, ops->act, part, n_rows);
+    return ops->vectors ? launch_stages(ops, kernels, part, 1, n_rows, true)
+                        : launch_linear_rows(kernels, ops->act, part, n_rows);
 }
 
 int ops_linear_warm(Ops *ops, OpsKernels *kernels)
@@ -248,9 +265,9 @@ int ops_linear_warm(Ops *ops, OpsKernels *kernels)
     Part nothing = no_part;
     int r;
 
-    r = launch_prepare(ops, kernels, &no_linear, 0, 1);
-    nothing.shape.n_tiles = 1; /* a tile without valid rows or columns */
     kernels->n_stages_set = OPS_STAGES;
+    r = launch_prepare(ops, kernels, &nothing, 1);
+    nothing.shape.n_tiles = 1; /* a tile without valid rows or columns */
     if (!r)
         r = launch_product(ops, kernels, &nothing, 1);
     return r;
@@ -270,13 +287,14 @@ static int linear_prepared(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
     int r;
 
     for (uint32_t i = 0; i < n_parts; i++) {
-        OpsKernels *kernels = NULL;
+        const WeightTypeInfo *type = parts[i].weights[0].type;
+        OpsKernels *kernels = &ops->kernels[type->type];
 
-        r = ops_kernels(ops, parts[i].weights[0].type, &kernels);
+        r = ops_require_type(ops, type);
         if (r)
             return r;
         if (i == 0 || !activations_are_alike(ops, parts[i].weights, parts[i - 1].weights))
-            r = launch_prepare(ops, kernels, linear, parts[i].shape.n_cols, n_rows);
+            r = launch_prepare(ops, kernels, &parts[i], n_rows);
         if (!r)
             r = launch_product(ops, kernels, &parts[i], n_rows);
         if (r)
@@ -306,7 +324,8 @@ static int chain_stages(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t
                 n_stages = 0;
             }
             if (n_stages == 0) {
-                r = ops_kernels(ops, type, &kernels);
+                r = ops_require_type(ops, type);
+                kernels = &ops->kernels[type->type];
                 if (r)
                     return r;
             }

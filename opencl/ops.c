@@ -68,102 +68,33 @@ int ops_new(Gpu *gpu, const OpsOptions *options, Ops **ret, ErrorDetail *reterr)
     return 0;
 }
 
+static void kernels_clear(OpsKernels *kernels)
+{
+    kernels->prepare = gpu_kernel_free(kernels->prepare);
+    kernels->product = gpu_kernel_free(kernels->product);
+    kernels->embed = gpu_kernel_free(kernels->embed);
+}
+
 Ops *ops_free(Ops *ops)
 {
     if (!ops)
         return NULL;
-    for (size_t i = 0; i < N_ELEMENTS(ops->kernels); i++) {
-        (void)gpu_kernel_free(ops->kernels[i].prepare);
-        (void)gpu_kernel_free(ops->kernels[i].product);
-        (void)gpu_kernel_free(ops->kernels[i].embed);
-    }
+    for (size_t i = 0; i < N_ELEMENTS(ops->kernels); i++)
+        kernels_clear(&ops->kernels[i]);
     (void)gpu_buffer_free(ops->sync);
     (void)gpu_buffer_free(ops->act);
     free(ops);
     return NULL;
 }
 
-/* ---- kernels ------------------------------------------------------------------------------------------------------------- */
-
-static bool is_float(WeightType type)
-{
-    return type == WEIGHT_TYPE_F32 || type == WEIGHT_TYPE_F16 || type == WEIGHT_TYPE_BF16;
-}
-
-static int build_linear(Ops *ops, WeightType type, OpsKernels *kernels, ErrorDetail *reterr)
-{
-    static const char *const sources[] = {"lanes.cl", "weight.cl", "norm.cl", "linear.cl", "linear-stages.cl"};
-    GpuProgram *program;
-    char options[96];
-    int r;
-
-    (void)snprintf(options, sizeof(options), "-DSIMD=%d -DWEIGHT_TYPE=%d -DFLOAT_ACTS=%d", (int)gpu_info(ops->gpu)->simd,
-                   (int)type, ops->options.exact || is_float(type));
-    r = gpu_program_get(ops->gpu, sources, N_ELEMENTS(sources), options, &program, reterr);
-    if (!r)
-        r = gpu_kernel_new(program, "prepare_rows", &kernels->prepare, reterr);
-    if (!r)
-        r = gpu_kernel_new(program, ops->vectors ? "linear_stages" : "linear_rows", &kernels->product, reterr);
-    return r;
-}
-
-static int build_embed(Ops *ops, WeightType type, OpsKernels *kernels, ErrorDetail *reterr)
-{
-    static const char *const sources[] = {"lanes.cl", "weight.cl", "embed.cl"};
-    GpuProgram *program;
-    char options[64];
-    int r;
-
-    (void)snprintf(options, sizeof(options), "-DSIMD=0 -DWEIGHT_TYPE=%d", (int)type);
-    r = gpu_program_get(ops->gpu, sources, N_ELEMENTS(sources), options, &program, reterr);
-    if (!r)
-        r = gpu_kernel_new(program, "embed_rows", &kernels->embed, reterr);
-    return r;
-}
-
-int ops_prepare_type(Ops *ops, const WeightTypeInfo *type, ErrorDetail *reterr)
-{
-    OpsKernels *kernels = &ops->kernels[type->type];
-    int r;
-
-    assert((size_t)type->type < N_ELEMENTS(ops->kernels));
-    if (kernels->embed)
-        return 0;
-    if (!kernels->prepare) {
-        r = build_linear(ops, type->type, kernels, reterr);
-        if (!r)
-            r = ops_linear_warm(ops, kernels);
-        if (r)
-            return r;
-    }
-    return build_embed(ops, type->type, kernels, reterr);
-}
-
-int ops_kernels(Ops *ops, const WeightTypeInfo *type, OpsKernels **ret)
-{
-    int r;
-
-    r = ops_prepare_type(ops, type, NULL);
-    if (r)
-        return error_fold(r);
-    *ret = &ops->kernels[type->type];
-    return 0;
-}
-
 /* ---- embedding ------------------------------------------------------------------------------------------------------------- */
 
-int ops_embed(Ops *ops, const OpsWeight *table, float scale, const GpuBuffer *ids, uint64_t ids_offset, uint32_t n_rows,
-              GpuBuffer *out)
+static int launch_embed(const Ops *ops, GpuKernel *kernel, const OpsWeight *table, float scale, const GpuBuffer *ids,
+                        uint64_t ids_offset, uint32_t n_rows, const GpuBuffer *out)
 {
-    OpsKernels *kernels = &ops->kernels[table->type->type];
     uint32_t items = ops->vectors ? 1 : OPS_LOCAL_ITEMS;
-    GpuKernel *kernel;
     int r;
 
-    r = ops_kernels(ops, table->type, &kernels);
-    if (r)
-        return r;
-    kernel = kernels->embed;
     r = gpu_kernel_set_buffer(kernel, 0, table->buffer);
     if (!r)
         r = gpu_kernel_set_bytes(kernel, 1, &table->offset, sizeof(table->offset));
@@ -182,4 +113,75 @@ int ops_embed(Ops *ops, const OpsWeight *table, float scale, const GpuBuffer *id
     if (!r)
         r = gpu_launch(kernel, GPU_RANGE_2D(items, n_rows, items, 1), GPU_WAIT_NONE, NULL);
     return r;
+}
+
+/* ---- kernels ------------------------------------------------------------------------------------------------------------- */
+
+static bool is_float(WeightType type)
+{
+    return type == WEIGHT_TYPE_F32 || type == WEIGHT_TYPE_F16 || type == WEIGHT_TYPE_BF16;
+}
+
+static int build(Ops *ops, WeightType type, OpsKernels *ret, ErrorDetail *reterr)
+{
+    static const char *const sources[] = {"lanes.cl", "weight.cl", "norm.cl", "linear.cl", "linear-stages.cl", "embed.cl"};
+    GpuProgram *program;
+    char options[96];
+    int r;
+
+    (void)snprintf(options, sizeof(options), "-DSIMD=%d -DWEIGHT_TYPE=%d -DFLOAT_ACTS=%d", (int)gpu_info(ops->gpu)->simd,
+                   (int)type, ops->options.exact || is_float(type));
+    r = gpu_program_get(ops->gpu, sources, N_ELEMENTS(sources), options, &program, reterr);
+    if (!r && !ops->vectors)
+        r = gpu_kernel_new(program, "prepare_rows", &ret->prepare, reterr);
+    if (!r)
+        r = gpu_kernel_new(program, ops->vectors ? "linear_stages" : "linear_rows", &ret->product, reterr);
+    if (!r)
+        r = gpu_kernel_new(program, "embed_rows", &ret->embed, reterr);
+    return r;
+}
+
+/* A row of no columns. */
+static int warm_embed(const Ops *ops, GpuKernel *kernel)
+{
+    const OpsWeight nothing = {.n_rows = 1};
+
+    return launch_embed(ops, kernel, &nothing, 1.0f, ops->sync, 0, 1, ops->act);
+}
+
+int ops_prepare_type(Ops *ops, const WeightTypeInfo *type, ErrorDetail *reterr)
+{
+    OpsKernels *kernels;
+    int r;
+
+    assert((size_t)type->type < N_ELEMENTS(ops->kernels));
+    kernels = &ops->kernels[type->type];
+    if (kernels->embed)
+        return 0;
+    r = build(ops, type->type, kernels, reterr);
+    if (!r)
+        r = ops_linear_warm(ops, kernels);
+    if (!r)
+        r = warm_embed(ops, kernels->embed);
+    if (r)
+        kernels_clear(kernels);
+    return r;
+}
+
+int ops_require_type(Ops *ops, const WeightTypeInfo *type)
+{
+    return error_fold(ops_prepare_type(ops, type, NULL));
+}
+
+int ops_embed(Ops *ops, const OpsWeight *table, float scale, const GpuBuffer *ids, uint64_t ids_offset, uint32_t n_rows,
+              GpuBuffer *out)
+{
+    int r;
+
+    if (n_rows == 0)
+        return error_origin(-EINVAL);
+    r = ops_require_type(ops, table->type);
+    if (r)
+        return r;
+    return launch_embed(ops, ops->kernels[table->type->type].embed, table, scale, ids, ids_offset, n_rows, out);
 }

@@ -38,6 +38,13 @@
 #define TO_VU(x)      V_JOIN(convert_, V(uint))(x)
 #define TO_VI(x)      V_JOIN(convert_, V(int))(x)
 
+/* On x86 a work-item is a work-group; PoCL builds one variant of a kernel that says so. */
+#if LANES > 1
+#define WORK_GROUP __attribute__((reqd_work_group_size(1, 1, 1)))
+#else
+#define WORK_GROUP
+#endif
+
 #if LANES == 16
 #define V_LOAD(p)     vload16(0, p)
 #define V_STORE(v, p) vstore16(v, 0, p)

@@ -11,7 +11,7 @@
  *
  * Up to 8 rows: each group prepares the stage's activations for itself (0.3 us for 576 values) after it has drawn a ticket,
  * never before: a drawn ticket keeps the stage open, so that no later stage overwrites x meanwhile.
- * More rows: one stage, activations prepared by an earlier launch (act_words = 0).
+ * More rows: one launch prepares the activations (EPILOGUE_NONE, tickets of rows), the next multiplies (act_words = 0).
  *
  * sync: 64 bytes apart, NEXT and DONE of each stage, then LEFT.  Zero before the launch; the last group to leave zeroes it.
  */
@@ -40,14 +40,16 @@ typedef struct Stage {
         const __global uchar *w0##i, const __global uchar *w1##i, const __global uchar *w2##i, __global float *y##i
 #define STAGE(i) {x##i, x_rows##i, norm##i, {{w0##i, w1##i, w2##i}}, y##i}
 
-ALWAYS_INLINE void prepare_stage(const Shape *shape, const Stage *stage, const uint n_rows, __global int *act)
+/* Activations of rows [begin, end) of the pass. */
+ALWAYS_INLINE void prepare_stage(const Shape *shape, const Stage *stage, const uint begin, const uint end, __global int *act)
 {
     const __global int *x_rows = (const __global int *)((const __global uchar *)stage->x_rows + shape->x_rows_offset);
     const __global float *norm = (const __global float *)((const __global uchar *)stage->norm + shape->norm_offset);
+    const uint group_words = act_group_words(shape->n_cols);
 
-    for (uint r = 0; r < n_rows; r++)
-        prepare_row(stage->x + (size_t)(stage->x_rows ? x_rows[r] : r) * shape->n_cols, stage->norm ? norm : 0, shape->eps,
-                    shape->n_cols, act, r);
+    for (uint row = begin; row < end; row++)
+        prepare_row(stage->x + (size_t)(stage->x_rows ? x_rows[row] : row) * shape->n_cols, stage->norm ? norm : 0, shape->eps,
+                    shape->n_cols, act + (size_t)(row / GROUP_ROWS) * group_words, row % GROUP_ROWS);
 }
 
 /* A tile for some rows. */
@@ -67,26 +69,29 @@ ALWAYS_INLINE void tile_rows(const Shape *shape, const Stage *stage, const uint 
     }
 }
 
-/* Whether all of the stage is done; false: this group has given up waiting. */
-ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint n_rows, __global int *act, const bool prepare,
+/* Whether all of the stage is done; false: this group has given up waiting.  @own: the group has its own activations. */
+ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint n_rows, __global int *act, const bool own,
                              volatile __global uint *next, volatile __global uint *done, const bool wait)
 {
     const uint n_columns = (shape->n_tiles + shape->tiles_per_ticket - 1) / shape->tiles_per_ticket;
     const uint n_tickets = n_columns * ((n_rows + shape->rows_per_ticket - 1) / shape->rows_per_ticket);
+    const bool prepare_only = shape->epilogue == EPILOGUE_NONE;
     uint n_mine = 0, spins = 0;
 
     for (;;) {
-        uint ticket = atomic_inc(next), tile, tile_end, row_begin;
+        uint ticket = atomic_inc(next), tile, tile_end, row_begin, row_end;
 
         if (ticket >= n_tickets)
             break;
-        if (n_mine++ == 0 && prepare)
-            prepare_stage(shape, stage, n_rows, act);
         tile = ticket % n_columns * shape->tiles_per_ticket;
-        tile_end = min(tile + shape->tiles_per_ticket, shape->n_tiles);
+        tile_end = prepare_only ? 0 : min(tile + shape->tiles_per_ticket, shape->n_tiles);
         row_begin = ticket / n_columns * shape->rows_per_ticket;
+        row_end = min(row_begin + shape->rows_per_ticket, n_rows);
+        if (prepare_only || (own && n_mine == 0))
+            prepare_stage(shape, stage, prepare_only ? row_begin : 0, prepare_only ? row_end : n_rows, act);
         for (; tile < tile_end; tile++)
-            tile_rows(shape, stage, tile, act, row_begin, min(row_begin + shape->rows_per_ticket, n_rows));
+            tile_rows(shape, stage, tile, act, row_begin, row_end);
+        n_mine++;
     }
     /* A locked addition is a full barrier on x86; the asm keeps the compiler from moving stores and loads across. */
     __asm__ volatile("" ::: "memory");
@@ -101,9 +106,9 @@ ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint 
     return true;
 }
 
-__kernel void linear_stages(const uint n_stages, const uint n_rows, __global int *acts, const uint act_words,
-                            volatile __global uint *sync, STAGE_ARGUMENTS(0), STAGE_ARGUMENTS(1), STAGE_ARGUMENTS(2),
-                            STAGE_ARGUMENTS(3))
+__kernel WORK_GROUP void linear_stages(const uint n_stages, const uint n_rows, __global int *acts, const uint act_words,
+                                                     volatile __global uint *sync, STAGE_ARGUMENTS(0), STAGE_ARGUMENTS(1),
+                                       STAGE_ARGUMENTS(2), STAGE_ARGUMENTS(3))
 {
     const Shape *shapes[STAGES] = {&shape0, &shape1, &shape2, &shape3};
     const Stage stages[STAGES] = {STAGE(0), STAGE(1), STAGE(2), STAGE(3)};

@@ -13,6 +13,7 @@
 #define EPILOGUE_ADD    1
 #define EPILOGUE_SWIGLU 2
 #define EPILOGUE_GATE   3 /* y = silu(y) * W x: second half of a SWIGLU whose weights have two types */
+#define EPILOGUE_NONE   4 /* no product: the stage prepares the activations of the next launch */
 
 /* Rows that are multiplied at once: as many as the registers hold. */
 #ifndef ROWS_AT_ONCE
@@ -66,10 +67,11 @@ ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const u
                            const int rows, VF *ret)
 {
     uint n_records = n_cols / RECORD_COLUMNS;
+    VF sums[GROUP_ROWS];
 
 #pragma unroll
     for (int r = 0; r < rows; r++)
-        ret[r] = (VF)(0.0f);
+        sums[r] = (VF)(0.0f);
     for (uint i = 0; i < n_records; i++, tile += RECORD_BYTES) {
         for (uint b = 0; b < BLOCKS; b++, act += ACT_BLOCK_WORDS) {
             WeightBlock block = block_load(tile, lane0, b);
@@ -82,20 +84,23 @@ ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const u
                 VI low = dot_block((VI)(a[ACT_MINUS] * ZERO_POINT), block.codes, a, 4, MAX_CODE);
                 VI high = dot_block((VI)(a[ACT_MINUS + 1] * ZERO_POINT), block.codes + 4, a + 4, 4, MAX_CODE);
 
-                ret[r] = fma(block.scale[0], scale * TO_VF(low), ret[r]);
-                ret[r] = fma(block.scale[1], scale * TO_VF(high), ret[r]);
+                sums[r] = fma(block.scale[0], scale * TO_VF(low), sums[r]);
+                sums[r] = fma(block.scale[1], scale * TO_VF(high), sums[r]);
 #else
                 VI dot = dot_block((VI)(ZERO_POINT ? (a[ACT_MINUS] + a[ACT_MINUS + 1]) * ZERO_POINT : 0), block.codes, a, 8,
                                    MAX_CODE);
 
-                ret[r] = fma(block.scale[0], scale * TO_VF(dot), ret[r]);
+                sums[r] = fma(block.scale[0], scale * TO_VF(dot), sums[r]);
 #if HAS_MINIMUM
-                ret[r] = fma(block.minimum, (VF)(((const __global float *)a)[ACT_SUM]), ret[r]);
+                sums[r] = fma(block.minimum, (VF)(((const __global float *)a)[ACT_SUM]), sums[r]);
 #endif
 #endif
             }
         }
     }
+#pragma unroll
+    for (int r = 0; r < rows; r++)
+        ret[r] = sums[r];
 }
 
 #endif
@@ -174,52 +179,48 @@ ALWAYS_INLINE Unit find_unit(const Shape *shape, const Weights *weights, uint ti
     return unit;
 }
 
-/* @rows rows of one group; @act points at the first of them, @y at its row. */
-ALWAYS_INLINE void unit_rows(const Shape *shape, const Unit *unit, const __global int *act, __global float *y, const int rows)
+/* One tile for the rows of one group, as many at a time as there are registers, so that it is unpacked once for them, and
+ * nothing is computed in vain.  The results pass through memory, which keeps the epilogues out of the unrolled code. */
+ALWAYS_INLINE void products(const __global uchar *tile, const uint lane0, const uint n_cols, const __global int *act,
+                            const uint n_rows, VF *ret)
 {
-    uint n_products = shape->epilogue == EPILOGUE_SWIGLU ? 2 : 1;
-    VF values[GROUP_ROWS], gate[GROUP_ROWS];
+    const uint act_row = FLOAT_ACTS ? 1 : ACT_WORDS;
+    uint row = 0;
 
-    OPAQUE(n_products);
-#pragma unroll
-    for (int r = 0; r < rows; r++)
-        values[r] = (VF)(0.0f);
+#if ROWS_AT_ONCE >= 8
+    for (; row + 8 <= n_rows; row += 8)
+        product(tile, lane0, n_cols, act + row * act_row, 8, ret + row);
+#endif
+#pragma unroll 1
+    for (; row + 4 <= n_rows; row += 4)
+        product(tile, lane0, n_cols, act + row * act_row, 4, ret + row);
+#pragma unroll 1
+    for (; row < n_rows; row++)
+        product(tile, lane0, n_cols, act + row * act_row, 1, ret + row);
+}
+
+/* A unit for the rows of one group; @act points at the group, @y at its first row. */
+ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __global int *act, __global float *y,
+                              const uint n_rows)
+{
+    const uint n_products = shape->epilogue == EPILOGUE_SWIGLU ? 2 : 1;
+    VF values[2 * GROUP_ROWS];
+
 #pragma unroll 1
     for (uint i = 0; i < n_products; i++) {
         const __global uchar *tile = unit->tile[i];
 
-#pragma unroll
-        for (int r = 0; r < rows; r++)
-            gate[r] = values[r];
         OPAQUE(tile);
-        product(tile, unit->lane0, shape->n_cols, act, rows, values);
+        products(tile, unit->lane0, shape->n_cols, act, n_rows, values + i * GROUP_ROWS);
     }
-#pragma unroll
-    for (int r = 0; r < rows; r++) {
+#pragma unroll 1
+    for (uint r = 0; r < n_rows; r++) {
+        VF value = values[r];
+
         if (shape->epilogue == EPILOGUE_SWIGLU)
-            values[r] = lanes_silu(gate[r]) * values[r];
-        store_lanes(y + (size_t)r * shape->y_cols + unit->y_column, values[r], unit->n_valid, shape->epilogue);
+            value = lanes_silu(value) * values[GROUP_ROWS + r];
+        store_lanes(y + (size_t)r * shape->y_cols + unit->y_column, value, unit->n_valid, shape->epilogue);
     }
-}
-
-/* The rows of one group: as many at a time as there are registers, so that a tile is unpacked once for them, and nothing is
- * computed in vain. */
-ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __global int *act, __global float *y, uint n_rows)
-{
-    const uint act_row = FLOAT_ACTS ? 1 : ACT_WORDS;
-
-#if ROWS_AT_ONCE >= 8
-    if (n_rows >= 8) {
-        unit_rows(shape, unit, act, y, 8);
-        return;
-    }
-#endif
-#pragma unroll 1
-    for (; n_rows >= 4; n_rows -= 4, act += 4 * act_row, y += 4 * (size_t)shape->y_cols)
-        unit_rows(shape, unit, act, y, 4);
-#pragma unroll 1
-    for (; n_rows >= 1; n_rows--, act += act_row, y += shape->y_cols)
-        unit_rows(shape, unit, act, y, 1);
 }
 
 ALWAYS_INLINE uint act_group_words(const uint n_cols)

@@ -192,25 +192,20 @@ ALWAYS_INLINE void store_block(__global int *act, const uint r, const float *val
 #endif
 }
 
-#endif
-
-/* CPUs: one work-item a row; else PREPARE_ITEMS of them in dimension 0, and the row in dimension 1. */
+/* PREPARE_ITEMS work-items in dimension 0 share the row of dimension 1. */
 __kernel void prepare_rows(const __global float *x, const __global int *x_rows, const ulong x_rows_offset,
                            const __global float *norm, const ulong norm_offset, const float eps, const uint n_cols,
                            __global int *act)
 {
+    __local float sums[PREPARE_ITEMS];
+    const __global float *factors = (const __global float *)((const __global uchar *)norm + norm_offset);
     uint row = get_global_id(1), n_blocks = (n_cols + 31) / 32;
     uint from = x_rows ? ((const __global int *)((const __global uchar *)x_rows + x_rows_offset))[row] : row;
-    const __global float *factors = (const __global float *)((const __global uchar *)norm + norm_offset);
+    float factor;
 
     x += (size_t)from * n_cols;
     act += (size_t)(row / GROUP_ROWS) * n_blocks * ACT_BLOCK_WORDS;
-#if LANES > 1
-    prepare_row(x, norm ? factors : 0, eps, n_cols, act, row % GROUP_ROWS);
-#else
-    __local float sums[PREPARE_ITEMS];
-    float factor = norm ? norm_factor(x, n_cols, eps, sums) : 1.0f;
-
+    factor = norm ? norm_factor(x, n_cols, eps, sums) : 1.0f;
     for (uint b = get_local_id(0); b < n_blocks; b += PREPARE_ITEMS) {
         float values[32];
 
@@ -221,5 +216,6 @@ __kernel void prepare_rows(const __global float *x, const __global int *x_rows, 
         }
         store_block(act + b * ACT_BLOCK_WORDS, row % GROUP_ROWS, values);
     }
-#endif
 }
+
+#endif
