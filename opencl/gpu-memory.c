@@ -5,6 +5,7 @@
 #include "quant/base/checked.h"
 
 #include <inttypes.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 /* A device with memory of its own often allocates at first use; it gets this long to do it at creation instead. */
@@ -91,11 +92,92 @@ static int touch(Gpu *gpu, cl_mem memory, cl_int *ret_status)
     return r;
 }
 
+/* ---- huge pages -------------------------------------------------------------------------------------------------- */
+
+#define HUGE_PAGE_BYTES (UINT64_C(2) << 20)
+/* Below this the driver's own allocation does as well. */
+#define HUGE_AT_LEAST   (2 * HUGE_PAGE_BYTES)
+
+typedef struct Backing {
+    void *memory;
+    size_t bytes;
+} Backing;
+
+static Backing *backing_free(Backing *backing)
+{
+    if (backing->memory)
+        (void)munmap(backing->memory, backing->bytes);
+    free(backing);
+    return NULL;
+}
+
+DEFINE_CLEANUP(Backing, backing_free)
+
+/* Aligned memory that asks for huge pages; NULL when there is none. */
+static Backing *backing_new(uint64_t bytes)
+{
+    _cleanup_(backing_freep) Backing *backing = calloc(1, sizeof(*backing));
+    uint64_t room, lead;
+    char *memory;
+
+    if (!backing || !checked_align(bytes, (uint64_t)sysconf(_SC_PAGESIZE), &bytes) ||
+        !checked_add(bytes, HUGE_PAGE_BYTES, &room))
+        return NULL;
+    memory = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        return NULL;
+    lead = -(uintptr_t)memory % HUGE_PAGE_BYTES;
+    if (lead > 0)
+        (void)munmap(memory, lead);
+    if (lead < HUGE_PAGE_BYTES)
+        (void)munmap(memory + lead + bytes, HUGE_PAGE_BYTES - lead);
+    *backing = (Backing){memory + lead, bytes};
+    (void)madvise(backing->memory, bytes, MADV_HUGEPAGE);
+    return TAKE_PTR(backing);
+}
+
+/* When the last command that uses the buffer is done, on whatever thread the driver chooses. */
+static void CL_CALLBACK buffer_gone(cl_mem memory, void *userdata)
+{
+    (void)memory;
+    (void)backing_free(userdata);
+}
+
+/* On a CPU device large buffers are our own memory in huge pages: PoCL's kernels read it 2 to 14 % faster (medians of 300
+ * pairs, 4 to 48 MiB) where the kernel gives huge pages on request only.  Without success the ordinary way is left. */
+static bool create_in_huge_pages(Gpu *gpu, GpuBuffer *buffer)
+{
+    _cleanup_(backing_freep) Backing *backing = NULL;
+    cl_int status;
+    cl_mem memory;
+
+    if (gpu->info.type != GPU_DEVICE_TYPE_CPU || !gpu->info.unified_memory || buffer->bytes < HUGE_AT_LEAST)
+        return false;
+    backing = backing_new(buffer->bytes);
+    if (!backing)
+        return false;
+    memory = clCreateBuffer(gpu->context, CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, buffer->bytes, backing->memory, &status);
+    if (status != CL_SUCCESS)
+        return false;
+    if (clSetMemObjectDestructorCallback(memory, buffer_gone, backing) != CL_SUCCESS) {
+        (void)clReleaseMemObject(memory);
+        return false;
+    }
+    (void)TAKE_PTR(backing);
+    buffer->cl = memory;
+    return true;
+}
+
+/* ---- buffers ----------------------------------------------------------------------------------------------------- */
+
 static int buffer_create(Gpu *gpu, GpuBuffer *buffer, void *memory, cl_int *ret_status)
 {
     cl_mem_flags flags = CL_MEM_READ_WRITE | (memory ? CL_MEM_USE_HOST_PTR : 0);
     int r = 0;
 
+    *ret_status = CL_SUCCESS;
+    if (!memory && create_in_huge_pages(gpu, buffer))
+        return 0;
     buffer->cl = clCreateBuffer(gpu->context, flags, buffer->bytes, memory, ret_status);
     if (*ret_status != CL_SUCCESS) {
         buffer->cl = NULL;

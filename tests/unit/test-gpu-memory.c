@@ -236,6 +236,41 @@ static void gpu_buffer_wrap_is_read_and_written_in_place_and_not_counted(void **
     assert_int_equal(munmap(memory, N * 4), 0);
 }
 
+static uint64_t address_space_pages(void)
+{
+    unsigned long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+
+    assert_non_null(file);
+    assert_int_equal(fscanf(file, "%lu", &pages), 1);
+    (void)fclose(file);
+    return pages;
+}
+
+/* Large buffers may live in memory of ours: it is given back, also when commands are still using it at the time. */
+static void gpu_buffer_free_of_a_large_buffer_in_use_gives_its_memory_back(void **state)
+{
+    enum { ROUNDS = 20 };
+    const uint64_t bytes = (UINT64_C(64) << 20) + 12345, page = (uint64_t)sysconf(_SC_PAGESIZE);
+    Gpu *gpu = *state;
+    uint64_t before = address_space_pages();
+
+    for (int round = 0; round < ROUNDS; round++) {
+        GpuBuffer *a = NULL, *b = NULL;
+        unsigned char last = 0;
+
+        assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_WEIGHTS, bytes, &a, NULL), 0);
+        assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_WEIGHTS, 1000, &b, NULL), 0);
+        assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, a, bytes - 5000, 5000), 0);
+        assert_int_equal(gpu_copy(gpu, GPU_QUEUE_COMPUTE, b, 0, a, bytes - 1000, 1000, GPU_WAIT_NONE, "x", NULL), 0);
+        assert_int_equal(gpu_download(gpu, GPU_QUEUE_COMPUTE, a, bytes - 1, &last, 1, GPU_WAIT_NONE, "y", NULL), 0);
+        gpu_buffer_free(a);
+        gpu_buffer_free(b);
+        assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+    }
+    assert_true(address_space_pages() < before + 2 * bytes / page);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -246,6 +281,7 @@ int main(void)
         cmocka_unit_test(gpu_copies_give_back_the_same_bytes),
         cmocka_unit_test(gpu_fill_zero_fills_exactly_its_range),
         cmocka_unit_test(gpu_copies_refuse_ranges_outside_of_a_buffer_and_keep_the_device),
+        cmocka_unit_test(gpu_buffer_free_of_a_large_buffer_in_use_gives_its_memory_back),
         cmocka_unit_test(gpu_buffer_wrap_is_read_and_written_in_place_and_not_counted),
     };
 
