@@ -21,6 +21,18 @@ static const char bus_config[] = "<!DOCTYPE busconfig PUBLIC \"-//freedesktop//D
                                  "<policy context=\"default\"><allow user=\"*\"/><allow own=\"*\"/><allow send_destination=\"*\" eavesdrop=\"true\"/>\n"
                                  "<allow receive_sender=\"*\"/></policy></busconfig>\n";
 
+/* As /usr/share/dbus-1/system.conf has it: nothing is allowed but what a service's own file allows. */
+static const char system_bus_config[] =
+    "<!DOCTYPE busconfig PUBLIC \"-//freedesktop//DTD D-BUS Bus Configuration 1.0//EN\"\n"
+    " \"http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd\">\n"
+    "<busconfig><type>system</type><listen>unix:path=%s/bus</listen><auth>EXTERNAL</auth>\n"
+    "<policy context=\"default\"><allow user=\"*\"/><deny own=\"*\"/><deny send_type=\"method_call\"/><allow send_type=\"signal\"/>\n"
+    "<allow send_requested_reply=\"true\" send_type=\"method_return\"/><allow send_requested_reply=\"true\" send_type=\"error\"/>\n"
+    "<allow receive_type=\"method_call\"/><allow receive_type=\"method_return\"/><allow receive_type=\"error\"/>"
+    "<allow receive_type=\"signal\"/>\n"
+    "<allow send_destination=\"org.freedesktop.DBus\" send_interface=\"org.freedesktop.DBus\"/></policy>\n"
+    "<include>%s</include></busconfig>\n";
+
 static void write_file(const char *path, const char *text)
 {
     FILE *file = fopen(path, "w");
@@ -71,7 +83,9 @@ static pid_t start(const Harness *harness, const char *log, char *const *argumen
     fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
     if (fd < 0 || dup2(fd, STDERR_FILENO) < 0 || dup2(fd, STDOUT_FILENO) < 0 || (pipe_fd >= 0 && dup2(pipe_fd, 3) < 0))
         _exit(126);
-    (void)setenv("DBUS_SESSION_BUS_ADDRESS", harness->address, 1);
+    (void)setenv(harness->system ? "DBUS_SYSTEM_BUS_ADDRESS" : "DBUS_SESSION_BUS_ADDRESS", harness->address, 1);
+    /* LLVM inside a driver puts a signal stack of its own in place, which the sanitizer then cannot free. */
+    (void)setenv("ASAN_OPTIONS", "use_sigaltstack=0", 0);
     (void)setenv("XDG_RUNTIME_DIR", harness->folder, 1);
     if (harness->notify) {
         (void)setenv("NOTIFY_SOCKET", harness->notify, 1);
@@ -83,13 +97,17 @@ static pid_t start(const Harness *harness, const char *log, char *const *argumen
 
 static void start_bus(Harness *harness)
 {
-    char config[128], text[1024], address[256];
+    _cleanup_(freep) char *policy = harness_source_file("packaging/dbus/org.leat.Inference1.conf");
+    char config[128], text[4096], address[256];
     char *arguments[] = {(char[]){"dbus-daemon"}, (char[]){"--nofork"}, (char[]){"--print-address=3"}, NULL, NULL};
     char option[160];
     int ends[2];
 
     (void)snprintf(config, sizeof(config), "%s/bus.conf", harness->folder);
-    (void)snprintf(text, sizeof(text), bus_config, harness->folder);
+    if (harness->system)
+        (void)snprintf(text, sizeof(text), system_bus_config, harness->folder, policy);
+    else
+        (void)snprintf(text, sizeof(text), bus_config, harness->folder);
     write_file(config, text);
     (void)snprintf(option, sizeof(option), "--config-file=%s", config);
     arguments[3] = option;
@@ -136,11 +154,12 @@ static bool name_has_owner(sd_bus *bus)
 void harness_start_daemon(Harness *harness)
 {
     _cleanup_(sd_bus_flush_close_unrefp) sd_bus *bus = harness_connect(harness, getuid());
-    char program[600], cache[128], state[128];
-    char *arguments[] = {program,          (char[]){"--user"}, (char[]){"--config"},         harness->config, (char[]){"--cache-dir"}, cache,
+    char program[600], cache[128], state[128], bus_option[16];
+    char *arguments[] = {program,          bus_option, (char[]){"--config"},         harness->config, (char[]){"--cache-dir"}, cache,
                          (char[]){"--state-dir"}, state,       (char[]){"--stream-timeout"}, (char[]){"1"},   NULL};
 
     daemon_path(harness, program, sizeof(program));
+    (void)snprintf(bus_option, sizeof(bus_option), "--%s", harness->system ? "system" : "user");
     (void)snprintf(cache, sizeof(cache), "%s/cache", harness->folder);
     (void)snprintf(state, sizeof(state), "%s/state", harness->folder);
     harness->daemon_pid = start(harness, "leatd.log", arguments, -1);
@@ -198,13 +217,14 @@ int harness_wait_daemon(Harness *harness)
     return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-static int setup(void **state, bool fake)
+static int setup(void **state, bool fake, bool system_bus)
 {
     Harness *harness = calloc(1, sizeof(*harness));
     char models[128], corrupt[128];
 
     assert_non_null(harness);
     harness->fake = fake;
+    harness->system = system_bus;
     if (!fake && !getenv("LEAT_TEST_MODEL")) {
         free(harness);
         (void)fprintf(stderr, "LEAT_TEST_MODEL is not set: it names the GGUF file of a small chat model\n");
@@ -232,12 +252,17 @@ static int setup(void **state, bool fake)
 
 int harness_setup_fake(void **state)
 {
-    return setup(state, true);
+    return setup(state, true, false);
 }
 
 int harness_setup_real(void **state)
 {
-    return setup(state, false);
+    return setup(state, false, false);
+}
+
+int harness_setup_system(void **state)
+{
+    return setup(state, true, true);
 }
 
 int harness_teardown(void **state)

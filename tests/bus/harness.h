@@ -26,12 +26,14 @@ typedef struct Harness {
     char folder[64], address[128], config[96];
     pid_t bus_pid, daemon_pid;
     const char *notify; /* the next daemon's NOTIFY_SOCKET, with a watchdog of 400 ms; or NULL */
-    bool fake; /* tests/bus/fake-engine.c instead of the engine */
+    bool fake;   /* tests/bus/fake-engine.c instead of the engine */
+    bool system; /* a system bus with the policy of packaging/dbus */
 } Harness;
 
 /* CMocka group fixtures.  The real one needs LEAT_TEST_MODEL, the path of a GGUF file. */
 int harness_setup_fake(void **state);
 int harness_setup_real(void **state);
+int harness_setup_system(void **state); /* fake, on a system bus */
 int harness_teardown(void **state);
 /* A file of this repository, by its path from the top; the caller frees. */
 char *harness_source_file(const char *path);

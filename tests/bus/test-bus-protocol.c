@@ -302,6 +302,23 @@ static void a_descriptor_that_is_too_big_or_unreadable_is_refused(void **state)
     call_fails(bus, SD_BUS_ERROR_INVALID_ARGS, NULL, BUS_ROOT, MANAGER, "Ask", "ssa{sv}", "test", "", 1, "prompt-fd", "h", null);
 }
 
+/* F29: within a message, and by descriptor beyond what the bus would carry. */
+static void a_prompt_of_a_mebibyte_and_of_thirty_arrive(void **state)
+{
+    _cleanup_(sd_bus_flush_close_unrefp) sd_bus *bus = harness_connect(*state, getuid());
+    _cleanup_(close_fdp) int fd = memfd_create("prompt", MFD_CLOEXEC);
+    _cleanup_(freep) char *prompt = malloc((1 << 20) + 1);
+
+    assert_non_null(prompt);
+    memset(prompt, 'a', 1 << 20);
+    prompt[1 << 20] = 0;
+    sd_bus_message_unref(call_ok(bus, BUS_ROOT, MANAGER, "Ask", "ssa{sv}", "test", prompt, 1, "max-tokens", "u", 2));
+    for (int i = 0; i < 30; i++)
+        assert_int_equal(write(fd, prompt, 1 << 20), 1 << 20);
+    assert_int_equal(lseek(fd, 0, SEEK_SET), 0);
+    sd_bus_message_unref(call_ok(bus, BUS_ROOT, MANAGER, "Ask", "ssa{sv}", "test", "", 2, "max-tokens", "u", 2, "prompt-fd", "h", fd));
+}
+
 /* The client keeps the writing end open: nobody else waits for it, and its leaving takes the request along. */
 static void a_pipe_that_never_ends_holds_up_nobody(void **state)
 {
@@ -585,6 +602,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(root_may_look_into_a_session_but_not_speak_in_it),
         cmocka_unit_test(a_client_has_limits_and_others_are_not_touched),
         cmocka_unit_test(a_descriptor_that_is_too_big_or_unreadable_is_refused),
+        cmocka_unit_test(a_prompt_of_a_mebibyte_and_of_thirty_arrive),
         cmocka_unit_test(a_pipe_that_never_ends_holds_up_nobody),
         cmocka_unit_test(facts_of_the_engine_become_variants),
         cmocka_unit_test(load_and_evaluate_are_jobs),
