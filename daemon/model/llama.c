@@ -72,8 +72,8 @@ static OpsWeight device_weight(const Model *model, const WeightsMatrix *matrix)
 }
 
 /* y = epilogue(W norm(x)), without norm when @norm is NULL. */
-static int linear(Model *model, const GpuBuffer *x, const WeightsMatrix *norm, const WeightsMatrix *const *matrices, uint32_t n_matrices,
-                  OpsEpilogue epilogue, GpuBuffer *y, uint32_t n_rows)
+static OpsLinear make_linear(const Model *model, const GpuBuffer *x, const WeightsMatrix *norm, const WeightsMatrix *const *matrices,
+                             uint32_t n_matrices, OpsEpilogue epilogue, GpuBuffer *y)
 {
     OpsLinear linear = {.x = x, .n_weights = n_matrices, .epilogue = epilogue, .y = y};
 
@@ -84,41 +84,47 @@ static int linear(Model *model, const GpuBuffer *x, const WeightsMatrix *norm, c
     }
     for (uint32_t i = 0; i < n_matrices; i++)
         linear.weights[i] = device_weight(model, matrices[i]);
-    return ops_linear(model->ops, &linear, n_rows);
+    return linear;
+}
+
+static OpsLinear make_qkv(const Model *model, uint32_t index)
+{
+    const WeightsMatrix *parts = model->file->weights.layers[index].parts;
+    const WeightsMatrix *qkv[] = {&parts[WEIGHTS_Q], &parts[WEIGHTS_K], &parts[WEIGHTS_V]};
+
+    return make_linear(model, model->x, &parts[WEIGHTS_ATTN_NORM], qkv, 3, OPS_EPILOGUE_STORE, model->qkv);
 }
 
 static int run_attention(Model *model, KvPass *pass, uint32_t index, const Batch *batch, const ModelTap *tap, ErrorDetail *reterr)
 {
     const KvShape *shape = &model->file->hparams.model.attention;
-    const WeightsMatrix *parts = model->file->weights.layers[index].parts;
-    const WeightsMatrix *qkv[] = {&parts[WEIGHTS_Q], &parts[WEIGHTS_K], &parts[WEIGHTS_V]};
-    int r;
+    int r = 0;
 
-    r = model_fold_gpu(linear(model, model->x, &parts[WEIGHTS_ATTN_NORM], qkv, 3, OPS_EPILOGUE_STORE, model->qkv, batch->n_rows));
-    if (!r && tap) {
+    if (tap) {
         size_t n = (size_t)batch->n_rows * (shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim;
 
         r = model_fold_gpu(gpu_download(model->gpu, GPU_QUEUE_COMPUTE, model->qkv, 0, tap->qkv + index * n, n * sizeof(float),
                                         GPU_WAIT_NONE, "calibration", NULL));
     }
-    if (!r)
-        r = model_fold_kv(kv_pass_layer(pass, index, model->qkv, model->attended, reterr));
-    return r;
+    return r ? r : model_fold_kv(kv_pass_layer(pass, index, model->qkv, model->attended, reterr));
 }
 
-static int run_mlp(Model *model, uint32_t index, const Batch *batch)
+/* What stands between the attention of layer @index and that of the next one, given to the device as one chain. */
+static int run_between(Model *model, uint32_t index, const Batch *batch)
 {
     const WeightsMatrix *parts = model->file->weights.layers[index].parts;
     const WeightsMatrix *o = &parts[WEIGHTS_O], *down = &parts[WEIGHTS_DOWN],
                         *gated[] = {&parts[WEIGHTS_GATE], &parts[WEIGHTS_UP]};
-    int r;
+    OpsLinear chain[4] = {
+        make_linear(model, model->attended, NULL, &o, 1, OPS_EPILOGUE_ADD, model->x),
+        make_linear(model, model->x, &parts[WEIGHTS_FFN_NORM], gated, 2, OPS_EPILOGUE_SWIGLU, model->hidden),
+        make_linear(model, model->hidden, NULL, &down, 1, OPS_EPILOGUE_ADD, model->x),
+    };
+    uint32_t n = 3;
 
-    r = linear(model, model->attended, NULL, &o, 1, OPS_EPILOGUE_ADD, model->x, batch->n_rows);
-    if (!r)
-        r = linear(model, model->x, &parts[WEIGHTS_FFN_NORM], gated, 2, OPS_EPILOGUE_SWIGLU, model->hidden, batch->n_rows);
-    if (!r)
-        r = linear(model, model->hidden, NULL, &down, 1, OPS_EPILOGUE_ADD, model->x, batch->n_rows);
-    return model_fold_gpu(r);
+    if (index + 1 < model->file->weights.n_layers)
+        chain[n++] = make_qkv(model, index + 1);
+    return model_fold_gpu(ops_chain(model->ops, chain, n, batch->n_rows));
 }
 
 /* Logits of the wanted rows, as many at once as the buffer holds. */
@@ -157,17 +163,20 @@ static int queue_pass(Model *model, KvPass *pass, const Batch *batch, float *log
 {
     const Weights *weights = &model->file->weights;
     OpsWeight table = device_weight(model, &weights->embedding);
+    OpsLinear first = make_qkv(model, 0);
     int r;
 
     r = upload_batch(model, batch);
     if (!r)
         r = ops_embed(model->ops, &table, 1.0f, model->input, 0, batch->n_rows, model->x);
+    if (!r)
+        r = ops_linear(model->ops, &first, batch->n_rows);
     r = model_fold_gpu(r);
     for (uint32_t l = 0; l < weights->n_layers && !r; l++) {
         r = run_attention(model, pass, l, batch, tap, reterr);
         /* Nothing reads what the last layer would add when no logits are wanted: its keys and values are all that stays. */
         if (!r && (batch->n_logits || l + 1 < weights->n_layers))
-            r = run_mlp(model, l, batch);
+            r = run_between(model, l, batch);
     }
     if (!r)
         r = model_fold_kv(kv_pass_prefetch(pass));
