@@ -240,6 +240,51 @@ static void a_budget_too_small_for_the_model_is_said_with_numbers(void **state)
     model_free(model);
 }
 
+/* A cache at home on the device grows with the sequence: when the budget ends in the middle, the pass is refused, and goes on later as if
+ * nothing had been. */
+static void a_pass_that_the_budget_refuses_can_be_run_again_later(void **state)
+{
+    static float expected[N_WANTED * N_VOCAB], logits[64 * N_VOCAB];
+    _cleanup_(model_freep) Model *model = open_fixture(*state, fixtures[0], NULL, (ModelOptions){.exact = true, .max_rows = 50, .max_sequences = 2});
+    KvPolicy policy = kv_policy_preset(KV_STRATEGY_DYNAMIC, true);
+    _cleanup_(kv_store_freep) KvStore *store = rig_new_store(model, &policy), *refused = NULL;
+    uint64_t used[GPU_PURPOSE_X_MAX], total, budget = gpu_info(*state)->budget_bytes;
+    _cleanup_(kv_cache_freep) KvCache *other = NULL, *cache = NULL;
+    uint32_t n_refusals = 0;
+    int32_t ids[N_IDS];
+
+    rig_random_ids(7, 256, ids, N_IDS);
+    rig_run(model, store, ids, N_IDS, 50, N_WANTED, expected);
+    gpu_memory_used(*state, used, &total);
+    gpu_set_budget(*state, total);
+    assert_int_equal(model_store_new(model, &policy, &refused, NULL), MODEL_E_DEVICE_MEMORY);
+    gpu_set_budget(*state, budget);
+    /* Another sequence takes the pages that the first growth brought. */
+    assert_int_equal(kv_cache_new(store, &other, NULL), 0);
+    for (uint32_t done = 0; done < N_IDS; done += 50)
+        assert_int_equal(model_forward(model, store, &(ModelItem){.cache = other, .tokens = ids + done, .n_tokens = 50}, 1, NULL, NULL), 0);
+    assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
+    for (uint32_t done = 0; done < N_IDS;) {
+        ModelItem item = {.cache = cache, .tokens = ids + done, .n_tokens = 50, .all_logits = true};
+        int r;
+
+        gpu_memory_used(*state, used, &total);
+        gpu_set_budget(*state, total);
+        r = model_forward(model, store, &item, 1, logits, NULL);
+        gpu_set_budget(*state, budget);
+        if (r) {
+            n_refusals++;
+            assert_int_equal(r, MODEL_E_DEVICE_MEMORY);
+            assert_int_equal(kv_cache_length(cache), done);
+            assert_int_equal(model_forward(model, store, &item, 1, logits, NULL), 0);
+        }
+        done += 50;
+        assert_int_equal(kv_cache_length(cache), done);
+    }
+    assert_true(n_refusals > 0);
+    expect_equal_bits(expected, logits + 10 * N_VOCAB, "after refusals");
+}
+
 static void a_warm_decode_step_creates_nothing(void **state)
 {
     _cleanup_(model_freep) Model *model = open_fixture(*state, fixtures[0], NULL, (ModelOptions){.max_rows = 64});
@@ -385,6 +430,7 @@ int main(void)
         cmocka_unit_test(a_sequence_alone_equals_itself_beside_another),
         cmocka_unit_test(the_plan_equals_what_the_allocator_shows),
         cmocka_unit_test(a_budget_too_small_for_the_model_is_said_with_numbers),
+        cmocka_unit_test(a_pass_that_the_budget_refuses_can_be_run_again_later),
         cmocka_unit_test(a_warm_decode_step_creates_nothing),
         cmocka_unit_test(wrong_passes_are_refused_and_change_nothing),
         cmocka_unit_test_setup_teardown(calibration_is_stored_by_digest_and_a_damaged_one_is_made_again, setup_folder, teardown_folder),
