@@ -13,6 +13,7 @@
 #include "daemon/engine/mailbox.h"
 #include "daemon/engine/models.h"
 #include "daemon/engine/query.h"
+#include "daemon/engine/rates.h"
 #include "daemon/engine/scheduler.h"
 #include "daemon/engine/session.h"
 
@@ -52,6 +53,7 @@ struct Engine {
 
     Gpu *gpu;
     ErrorDetail device_error;
+    DeviceRates rates; /* zero: not measured */
     uint64_t device_retry_usec, device_backoff_usec;
     void **abandoned; /* host memory that a hung device may still write to */
     size_t n_abandoned;

@@ -137,6 +137,7 @@ int engine_new(const EngineOptions *options, Engine **ret, ErrorDetail *reterr)
     r = pthread_create(&engine->thread, NULL, engine_main, engine);
     if (r > 0)
         return error_detail_set(reterr, -r, "cannot start the engine thread: %s", strerror(r));
+    (void)pthread_setname_np(engine->thread, "leat-engine");
     engine->thread_started = true;
     *ret = TAKE_PTR(engine);
     return 0;

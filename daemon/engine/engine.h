@@ -8,7 +8,8 @@
  * ModelFiles to the engine thread.
  *
  * Names: sessions and jobs have ids that are never reused.  Owners are opaque numbers (the bus maps unique names to them): when an
- * owner leaves, engine_owner_gone() cancels its jobs and closes its sessions.
+ * owner leaves, engine_owner_gone() cancels its jobs and closes its sessions.  A session is found only for its owner, and for owner 0,
+ * which stands for a caller whose rights were checked already.
  */
 
 #include "cache/kv-store.h"

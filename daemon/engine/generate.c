@@ -4,6 +4,7 @@
 #include "daemon/engine/engine-internal.h"
 #include "daemon/engine/evaluate.h"
 #include "daemon/text/text-stream.h"
+#include "quant/base/log.h"
 
 #include <string.h>
 #include <sys/random.h>
@@ -143,15 +144,19 @@ static void describe(const Engine *engine, Job *job)
 static EngineResult reuse(Engine *engine, Job *job, const TokenList *ids, ErrorDetail *reterr)
 {
     EngineResult result;
+    size_t common;
     int r;
 
     result = sessions_warm(engine, job, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;
+    common = session_common_prefix(job->session, ids->ids, ids->n);
     r = session_rebase(job->session, ids->ids, ids->n, reterr);
     if (r)
         return result_from_kv(r);
     job->usage.reused_tokens = session_cached(job->session);
+    log_debug("Job %llu: %u of %zu prompt tokens reused, the first %zu are the same", (unsigned long long)job->id,
+              job->usage.reused_tokens, ids->n, common);
     return ENGINE_RESULT_DONE;
 }
 

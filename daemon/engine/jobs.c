@@ -337,6 +337,8 @@ void jobs_admit(Engine *engine)
     if (!engine->admission_due)
         return;
     engine->admission_due = false;
+    if (engine->gpu && gpu_is_lost(engine->gpu)) /* while nothing ran: what comes now should not pay for it */
+        (void)device_ensure(engine, NULL);
     do {
         again = false;
         n = jobs_order_waiting(engine, jobs, ENGINE_MAX_QUEUE);

@@ -4,6 +4,7 @@
 #include "daemon/engine/loader.h"
 #include "daemon/engine/engine-internal.h"
 
+#include <signal.h>
 #include <string.h>
 
 typedef struct Request Request;
@@ -51,7 +52,11 @@ static Request *loader_next(Loader *loader)
 static void *loader_main(void *userdata)
 {
     Loader *loader = userdata;
+    sigset_t all;
 
+    /* Signals are the main thread's. */
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, NULL);
     for (;;) {
         _cleanup_(request_freep) Request *request = loader_next(loader);
         Command *answer;
@@ -84,6 +89,7 @@ int loader_new(Mailbox *mailbox, const char *state_dir, Loader **ret, ErrorDetai
     r = pthread_create(&loader->thread, NULL, loader_main, loader);
     if (r > 0)
         return error_detail_set(reterr, -r, "cannot start the thread that loads models: %s", strerror(r));
+    (void)pthread_setname_np(loader->thread, "leat-loader");
     loader->started = true;
     *ret = TAKE_PTR(loader);
     return 0;

@@ -23,6 +23,10 @@ typedef struct StoreSlot StoreSlot;
  * planner halves it when the activations do not fit. */
 #define MODELS_MAX_ROWS 512
 #define MODELS_MIN_ROWS 32
+/* A pass should take no longer: it is what a cancel and other jobs' tokens wait for, and what the watchdog sees of a slow device. */
+#define MODELS_PASS_USEC 700000
+/* Rows of a chunk before the first was timed. */
+#define MODELS_FIRST_ROWS 256
 /* How long an opened file that is not on the device is kept for the next question about it. */
 #define MODELS_FILE_KEEP_USEC (30 * UINT64_C(1000000))
 
@@ -56,6 +60,7 @@ struct ModelSlot {
     StoreSlot *stores;
     float *logits;    /* (max_items, n_vocab) */
     uint32_t max_rows, max_items;
+    double row_usec;     /* of the last chunk; 0: none was timed */
     uint32_t rows_limit; /* of the next try to load, after the device refused what the plan allowed; 0: none */
     uint64_t loading_since_usec;
 
@@ -83,6 +88,10 @@ const ModelFile *slot_file(const ModelSlot *slot);
 /* The most tokens a sequence may have under @policy. */
 uint32_t slot_context(const ModelSlot *slot, const KvPolicy *policy);
 ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t max_rows);
+/* Rows of a prompt that a pass may have now: by memory, and by how long the last took.  Results do not depend on it. */
+uint32_t slot_chunk_rows(const ModelSlot *slot);
+/* Learns from a pass. */
+void slot_time_pass(ModelSlot *slot, uint32_t n_rows, uint64_t usec);
 uint32_t slot_n_active(const Engine *engine, const ModelSlot *slot);
 
 /* Starts loading unless it is loaded or being loaded. */

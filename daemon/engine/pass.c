@@ -42,7 +42,7 @@ static SchedulerActive describe(const Job *job, uint32_t fallback_group)
         .runnable = !job->reader_paused && !job->memory_blocked,
         .exclusive = job->kind == JOB_EVALUATE,
         .last_served = job->last_served,
-        .limits = {job->slot->max_rows, job->slot->max_items},
+        .limits = {slot_chunk_rows(job->slot), job->slot->max_items},
     };
 }
 
@@ -176,15 +176,27 @@ static void refresh_items(Pass *pass)
         add_item(pass, old.jobs[i], old.items[i].n_tokens);
 }
 
+static uint32_t n_rows_of(const Pass *pass)
+{
+    uint32_t n_rows = 0;
+
+    for (uint32_t i = 0; i < pass->n; i++)
+        n_rows += pass->items[i].n_tokens;
+    return n_rows;
+}
+
 static int forward(Engine *engine, Pass *pass, ErrorDetail *reterr)
 {
     for (;;) {
         Job *first = pass->jobs[0];
         float *logits = first->evaluation ? evaluation_logits(first->evaluation) : first->slot->logits;
+        uint64_t begun_usec = now_usec();
         int r;
 
         r = model_forward(first->slot->model, first->session->store->store, pass->items, pass->n, pass->any_logits ? logits : NULL,
                           reterr);
+        if (r == 0)
+            slot_time_pass(first->slot, n_rows_of(pass), now_usec() - begun_usec);
         if (r != MODEL_E_DEVICE_MEMORY && r != MODEL_E_HOST_MEMORY)
             return r;
         if (sessions_evict_one(engine, first->session->store, first) ||

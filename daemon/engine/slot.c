@@ -57,6 +57,22 @@ ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t 
     };
 }
 
+uint32_t slot_chunk_rows(const ModelSlot *slot)
+{
+    uint32_t rows = MODELS_FIRST_ROWS;
+
+    if (slot->row_usec > 0)
+        rows = (uint32_t)MAX(MIN((double)MODELS_PASS_USEC / slot->row_usec, (double)MODELS_MAX_ROWS), (double)MODELS_MIN_ROWS);
+    return MIN(rows, slot->max_rows);
+}
+
+void slot_time_pass(ModelSlot *slot, uint32_t n_rows, uint64_t usec)
+{
+    /* A few rows cost a pass over the weights, which says nothing about a row of many. */
+    if (n_rows >= MODELS_MIN_ROWS)
+        slot->row_usec = (double)usec / n_rows;
+}
+
 /* ---- loading --------------------------------------------------------------------------------------------------------------- */
 
 static void slot_fail(Engine *engine, ModelSlot *slot, EngineResult result, const ErrorDetail *detail)
@@ -165,6 +181,7 @@ static EngineResult slot_make_model(Engine *engine, ModelSlot *slot, bool *ret_a
     }
     slot->file = NULL;
     slot->rows_limit = 0;
+    slot->row_usec = 0;
     slot->max_rows = model_options(slot->model)->max_rows;
     slot->max_items = model_options(slot->model)->max_sequences;
     return ENGINE_RESULT_DONE;

@@ -8,6 +8,7 @@
 #include "tests/lib/model-rig.h"
 
 #include <fcntl.h>
+#include <jansson.h>
 #include <sys/mman.h>
 
 #define N_VOCAB 320
@@ -270,6 +271,36 @@ static void evaluated_logits_lead_to_the_generated_ids(void **state)
     talk_free(talk);
 }
 
+static void the_estimate_is_what_the_allocator_then_shows(void **state)
+{
+    EngineModel models[] = {tiny("host", tied, KV_STRATEGY_OFFLOADED_QUANTIZED, false), tiny("device", mixed, KV_STRATEGY_STATIC, false)};
+
+    (void)state;
+    for (size_t m = 0; m < 2; m++) {
+        Talk *talk;
+        EngineDeviceStatus device;
+        EngineEvent *reply;
+        json_t *json;
+        uint64_t job;
+
+        models[m].policy.transfer = KV_TRANSFER_COPY;
+        talk = start(&models[m], 1);
+        reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_ESTIMATE, .model = models[m].name});
+        assert_int_equal(reply->result, ENGINE_RESULT_DONE);
+        print_message("%s\n", reply->json);
+        assert_int_equal(engine_load(talk->engine, 1, models[m].name, &job), 0);
+        assert_int_equal(talk_wait(talk, job)->result, ENGINE_RESULT_DONE);
+        engine_device_status(talk->engine, &device);
+        json = json_loads(reply->json, 0, NULL);
+        assert_int_equal(json_integer_value(json_object_get(json, "device-bytes")), device.total_used_bytes);
+        assert_true(json_real_value(json_object_get(json, "seconds-per-token")) > 0);
+        assert_true(json_real_value(json_object_get(json, "seconds-per-token-full")) >=
+                    json_real_value(json_object_get(json, "seconds-per-token")));
+        json_decref(json);
+        talk_free(talk);
+    }
+}
+
 static int setup(void **state)
 {
     (void)state;
@@ -288,6 +319,7 @@ int main(void)
         cmocka_unit_test(a_session_outlives_its_model),
         cmocka_unit_test(a_warm_step_builds_nothing_and_creates_nothing),
         cmocka_unit_test(evaluated_logits_lead_to_the_generated_ids),
+        cmocka_unit_test(the_estimate_is_what_the_allocator_then_shows),
     };
 
     return cmocka_run_group_tests(tests, setup, NULL);

@@ -454,76 +454,108 @@ static uint32_t random_below(uint64_t *at, uint32_t n)
     return (uint32_t)(*at >> 33) % n;
 }
 
-/* 3,000 calls in any order, with faults: every job ends exactly once (talk_hear() checks) and nothing stays behind. */
+typedef struct Storm {
+    Talk *talk;
+    const EngineModel *models;
+    uint64_t at, jobs[200], n_jobs, sessions[8];
+} Storm;
+
+static void storm_generate(Storm *storm)
+{
+    static const char *const names[] = {"a", "b", "bad", "none"};
+    static const char *const prompts[] = {"One", "One two", "Other", "Another quite long prompt of many tokens"};
+    EngineRequest request;
+
+    if (storm->n_jobs == N_ELEMENTS(storm->jobs))
+        return;
+    request = raw_request(names[random_below(&storm->at, 4)], prompts[random_below(&storm->at, 4)], 1 + random_below(&storm->at, 30));
+    request.priority = (EnginePriority)random_below(&storm->at, 3);
+    request.owner = 1 + random_below(&storm->at, 3);
+    if (random_below(&storm->at, 2)) {
+        request.session = storm->sessions[random_below(&storm->at, 8)];
+        request.owner = 1;
+    }
+    storm->jobs[storm->n_jobs++] = talk_generate(storm->talk, &request);
+}
+
+static void storm_ask(Storm *storm)
+{
+    static const char *const names[] = {"a", "b", "bad", "none"};
+    EngineQuery query = {.kind = (EngineQueryKind)random_below(&storm->at, ENGINE_QUERY_TRACE_START),
+                         .owner = 1,
+                         .model = names[random_below(&storm->at, 4)],
+                         .session = storm->sessions[random_below(&storm->at, 8)],
+                         .text = "abc",
+                         .n = -(int64_t)random_below(&storm->at, 5)};
+
+    if (storm->talk->last_cookie + 1 >= N_ELEMENTS(storm->talk->replies))
+        return;
+    query.cookie = ++storm->talk->last_cookie;
+    assert_int_equal(engine_query(storm->talk->engine, &query), 0);
+}
+
+static void storm_call(Storm *storm)
+{
+    Engine *engine = storm->talk->engine;
+
+    switch (random_below(&storm->at, 10)) {
+    case 0:
+    case 1:
+        storm_generate(storm);
+        return;
+    case 2:
+        engine_cancel(engine, 1 + random_below(&storm->at, 200));
+        return;
+    case 3:
+        engine_pause(engine, 1 + random_below(&storm->at, 200), random_below(&storm->at, 3) == 0);
+        return;
+    case 4:
+        if (random_below(&storm->at, 20) == 0)
+            engine_owner_gone(engine, 2 + random_below(&storm->at, 2));
+        return;
+    case 5:
+        storm_ask(storm);
+        return;
+    case 6:
+        storm->sessions[random_below(&storm->at, 8)] = 1 + random_below(&storm->at, 12);
+        return;
+    case 7:
+        if (random_below(&storm->at, 40) == 0)
+            FAKE_SET(lose, true);
+        return;
+    case 8:
+        if (random_below(&storm->at, 30) == 0)
+            assert_int_equal(engine_reconfigure(engine, storm->models, 2 + random_below(&storm->at, 2)), 0);
+        return;
+    case 9:
+        talk_sleep(random_below(&storm->at, 300));
+        return;
+    }
+}
+
+/* 3,000 calls in any order, with faults: every job ends exactly once (the listener checks) and nothing stays behind. */
 static void any_order_of_calls_ends_every_job_once(void **state)
 {
     EngineModel models[] = {fake_model("a", "a400.gguf"), fake_model("b", "b400.gguf"), fake_model("bad", "missing.gguf")};
-    const char *names[] = {"a", "b", "bad", "none"}, *prompts[] = {"One", "One two", "Other", "Another quite long prompt of many tokens"};
-    uint64_t at = 20241129, jobs[200], n_jobs = 0, sessions[8] = {0}, cookie = 0;
-    Talk *talk;
 
     (void)state;
-    print_message("seed %llu\n", (unsigned long long)at);
     models[0].keep_alive_usec = models[1].keep_alive_usec = 5000;
     models[0].parallel = 2;
-    talk = start(models, 3);
-    FAKE_SET(room_tokens, 400);
-    for (int i = 0; i < 3000; i++) {
-        EngineRequest request = raw_request(names[random_below(&at, 4)], prompts[random_below(&at, 4)], 1 + random_below(&at, 30));
-        EngineQuery query = {.kind = (EngineQueryKind)random_below(&at, ENGINE_QUERY_TRACE_START), .owner = 1, .model = names[random_below(&at, 4)],
-                             .session = sessions[random_below(&at, 8)], .text = "abc", .n = -(int64_t)random_below(&at, 5)};
+    for (uint64_t seed = 20241129; seed < 20241133; seed++) {
+        Storm storm = {.talk = start(models, 3), .models = models, .at = seed};
 
-        request.priority = (EnginePriority)random_below(&at, 3);
-        request.owner = 1 + random_below(&at, 3);
-        switch (random_below(&at, 10)) {
-        case 0:
-        case 1:
-            if (n_jobs == N_ELEMENTS(jobs))
-                break;
-            if (random_below(&at, 2)) {
-                request.session = sessions[random_below(&at, 8)];
-                request.owner = 1;
-            }
-            jobs[n_jobs++] = talk_generate(talk, &request);
-            break;
-        case 2:
-            engine_cancel(talk->engine, 1 + random_below(&at, 200));
-            break;
-        case 3:
-            engine_pause(talk->engine, 1 + random_below(&at, 200), random_below(&at, 3) == 0);
-            break;
-        case 4:
-            if (random_below(&at, 20) == 0)
-                engine_owner_gone(talk->engine, 2 + random_below(&at, 2));
-            break;
-        case 5:
-            if (cookie + 1 < N_ELEMENTS(talk->replies)) {
-                query.cookie = ++cookie;
-                assert_int_equal(engine_query(talk->engine, &query), 0);
-            }
-            break;
-        case 6:
-            sessions[random_below(&at, 8)] = 1 + random_below(&at, 12);
-            break;
-        case 7:
-            if (random_below(&at, 40) == 0)
-                FAKE_SET(lose, true);
-            break;
-        case 8:
-            if (random_below(&at, 30) == 0)
-                assert_int_equal(engine_reconfigure(talk->engine, models, 2 + random_below(&at, 2)), 0);
-            break;
-        case 9:
-            talk_sleep(random_below(&at, 300));
-            break;
+        print_message("seed %llu\n", (unsigned long long)seed);
+        FAKE_SET(room_tokens, 400);
+        for (int i = 0; i < 3000; i++) {
+            storm_call(&storm);
+            talk_listen(storm.talk);
         }
-        talk_listen(talk);
+        for (uint64_t i = 0; i < storm.n_jobs; i++)
+            engine_pause(storm.talk->engine, storm.jobs[i], false);
+        for (uint64_t i = 0; i < storm.n_jobs; i++)
+            talk_wait(storm.talk, storm.jobs[i]);
+        talk_stop(storm.talk);
     }
-    for (uint64_t i = 0; i < n_jobs; i++)
-        engine_pause(talk->engine, jobs[i], false);
-    for (uint64_t i = 0; i < n_jobs; i++)
-        talk_wait(talk, jobs[i]);
-    talk_stop(talk);
 }
 
 int main(void)
