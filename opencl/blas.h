@@ -5,16 +5,19 @@
  *
  * Where CLBlast is used, and where not: leat's graph uses its own products (opencl/ops.h) everywhere today, and this module
  * is for dense float passes that have no packed weights and no promise about bits.  The reasons, measured by
- * tests/bench/bench-gpu on PoCL 3.1 (2 cores, AVX-512), CLBlast 1.5.3, in parts of the speed of our kernel on the same shape
+ * tests/bench/bench-gpu with CLBlast 1.5.3 on 2 cores with AVX-512, in parts of the speed of our kernel on the same shape
  * (rows x 1536 x 576):
  *
- *   rows                        1      32     512     512, with the parameters that CLBlast's tuner found
- *   against our F32 weights     0.02   0.05   0.18    0.25
- *   against our Q4_1 weights    0.01   0.01   0.06    0.10
+ *   rows                                       1      32     512    512, with parameters that CLBlast's tuner found
+ *   PoCL 3.1: against our F32 weights          0.02   0.05   0.18   0.25
+ *             against our Q4_1 weights         0.01   0.01   0.06   0.10
+ *   Intel's CPU runtime, our portable kernels: F32
+ *                                              0.03   0.67   2.8    -
+ *             Q4_1                             0.03   1.4    4.0    -
  *
- * Its kernels are written for GPUs (local memory, barriers, padding into a workspace), its first product compiles for up to
- * 15 s inside the process, and it chooses kernels by the whole shape, so that a row's bits depend on how many rows share the
- * pass, which our rule "alone = in a batch" forbids in a decoder.  On a GPU the bench decides anew.
+ * So it never helps a decode step.  It would help the prefill of a device on which only our portable kernels run, but it chooses
+ * kernels by the whole shape: a row's bits then depend on how many rows share the pass, which the rule "alone = in a batch"
+ * forbids in a decoder.  Its first product also compiles for up to 15 s inside the process.
  *
  *   Blas  CLBlast's workspace on one device, from the budget (GPU_PURPOSE_ACTIVATIONS).  Borrows the Gpu.
  */
