@@ -30,7 +30,7 @@ ifeq ($(DEVELOPER),1)
 WARN += -Werror
 endif
 OPT  := -O2 -g -fno-strict-aliasing -ffp-contract=off
-SAN  := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-omit-frame-pointer)
+SAN  := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer)
 
 ALL_CFLAGS  = $(STD) $(WARN) $(OPT) $(SAN) -I. $(shell $(PKG_CONFIG) --cflags $(PACKAGES)) $(CFLAGS)
 ALL_LDFLAGS = $(SAN) $(LDFLAGS)
