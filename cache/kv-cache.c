@@ -444,7 +444,7 @@ int kv_cache_checkpoint(KvCache *cache)
 
     if (cache->in_pass)
         return error_origin(-EBUSY);
-    if (!cache->tail ||
+    if (cache->length == 0 ||
         (cache->n_checkpoints > 0 && cache->checkpoints[cache->n_checkpoints - 1].length == cache->length &&
          cache->checkpoints[cache->n_checkpoints - 1].tail_from <= cache->tail_from))
         return 0;
