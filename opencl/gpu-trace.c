@@ -204,6 +204,9 @@ int gpu_overlap_end(Gpu *gpu, GpuOverlap *ret)
     trace->summing = false;
     for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
         for (GpuLane lane = 0; lane < GPU_LANE_X_MAX; lane++) {
+            /* Step inputs and results on the compute queue stand between its kernels by their nature: they are no stream. */
+            if (queue == GPU_QUEUE_COMPUTE && lane != GPU_LANE_KERNEL)
+                continue;
             nsec[lane] += trace->lanes[queue][lane].total_nsec;
             bytes[lane] += trace->lanes[queue][lane].bytes;
             overlap_nsec[lane] += trace->lanes[queue][lane].overlap_nsec;

@@ -230,8 +230,9 @@ int gpu_trace_stop(Gpu *gpu, int fd);
 
 /* Sums over the commands that were enqueued between begin and end and have completed, from profiling events: what a usage
  * reply reports.  Overlap: time during which a copy ran while a kernel ran, summed over the queues, so that the hidden
- * share = overlap / (upload + download) is at most 1.  A copy inside the device counts as upload or download on those
- * queues, as computation on the compute queue.  Costs two timestamp queries a command. */
+ * share = overlap / (upload + download) is at most 1.  Copies on the compute queue (step inputs,
+ * results) are no stream and are left out; a copy inside the device counts as upload or download on those queues, as
+ * computation on the compute queue.  Costs two timestamp queries a command. */
 typedef struct GpuOverlap {
     uint64_t kernel_usec, upload_usec, download_usec, overlap_usec, upload_bytes, download_bytes;
 } GpuOverlap;
