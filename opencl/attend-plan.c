@@ -9,9 +9,20 @@
 
 #define VECTOR_DIMS 16
 
-static AttendKernels best_kernels(const GpuInfo *info)
+/* Integer kernels keep one accumulator per group of scales: head sizes whose nibble halves are whole groups. */
+static bool integer_head_dim(uint32_t head_dim)
 {
-    return info->simd == GPU_SIMD_PORTABLE ? ATTEND_KERNELS_LANES : ATTEND_KERNELS_VECTORS;
+    return head_dim <= KV_GROUP_DIMS || head_dim % (2 * KV_GROUP_DIMS) == 0;
+}
+
+static AttendKernels best_kernels(const GpuInfo *info, const AttendOptions *options)
+{
+    if (info->simd == GPU_SIMD_PORTABLE)
+        return ATTEND_KERNELS_LANES;
+    if (options->exact || options->form.kind != KV_FORM_LEAT || !integer_head_dim(options->shape.head_dim) ||
+        info->simd < GPU_SIMD_AVX512BW)
+        return ATTEND_KERNELS_VECTORS;
+    return info->simd >= GPU_SIMD_AVX512VNNI ? ATTEND_KERNELS_VNNI : ATTEND_KERNELS_BW;
 }
 
 static int check_options(const AttendOptions *options, ErrorDetail *reterr)
@@ -39,7 +50,7 @@ int attend_choose(const GpuInfo *info, const AttendOptions *options, AttendKerne
         r = check_options(options, reterr);
     if (r)
         return error_trace(r);
-    best = best_kernels(info);
+    best = best_kernels(info, options);
     if (options->kernels > best && !(options->kernels == ATTEND_KERNELS_VECTORS && info->type == GPU_DEVICE_TYPE_CPU))
         return error_detail_set(reterr, -EINVAL, "'%s' cannot run kernels %d for this cache", info->name, (int)options->kernels);
     *ret = options->kernels == ATTEND_KERNELS_AUTO ? best : options->kernels;

@@ -26,14 +26,14 @@ static inline const __global uchar *block_record(const __global uchar *pages, co
 /* Turns (C, S) of every column to the page's centre: turned[c] = C cos + S sin, then S cos - C sin. */
 static inline void mean_turn(const Columns *columns, const __global float *angle, SHARED float *turned)
 {
-    for (int c = 0; c < COLS; c++)
+    UNROLL for (int c = 0; c < COLS; c++)
         FOR_LANES(i, ROT_PAD / W) {
             const __global float *operand = columns->operand[c];
             vfloat cos_f = VLOAD(operand + OP_COS + i * W), sin_f = VLOAD(operand + OP_SIN + i * W);
             vfloat page_c = VLOAD(angle + i * W), page_s = VLOAD(angle + ROT_PAD + i * W);
 
-            VSTORE(fma(cos_f, page_c, sin_f * page_s), turned + c * 2 * ROT_PAD + i * W);
-            VSTORE(fma(sin_f, page_c, -(cos_f * page_s)), turned + (c * 2 + 1) * ROT_PAD + i * W);
+            *(SHARED vfloat *)(turned + c * 2 * ROT_PAD + i * W) = fma(cos_f, page_c, sin_f * page_s); /* aligned: vstore16() is not */
+            *(SHARED vfloat *)(turned + (c * 2 + 1) * ROT_PAD + i * W) = fma(sin_f, page_c, -(cos_f * page_s));
         }
 }
 
@@ -44,17 +44,17 @@ static inline void mean_scores(const Columns *columns, const float *turned, cons
 {
     float16 even[COLS], odd[COLS];
 
-    for (int c = 0; c < COLS; c++)
+    UNROLL for (int c = 0; c < COLS; c++)
         even[c] = odd[c] = 0.0f;
     for (int f = 0; f < ROT_HALF; f++) {
         float16 place_c = vload16(0, places + f * 2 * PAGE_TOKENS + 16), place_s = vload16(0, places + (f * 2 + 1) * PAGE_TOKENS + 16);
 
-        for (int c = 0; c < COLS; c++) {
+        UNROLL for (int c = 0; c < COLS; c++) {
             even[c] = fma(place_c, (float16)(turned[c * 2 * ROT_PAD + f]), even[c]);
             odd[c] = fma(place_s, (float16)(turned[(c * 2 + 1) * ROT_PAD + f]), odd[c]);
         }
     }
-    for (int c = 0; c < COLS; c++) {
+    UNROLL for (int c = 0; c < COLS; c++) {
         const float steady = columns->operand[c][OP_CONST];
         float16 mirrored = even[c] - odd[c];
 

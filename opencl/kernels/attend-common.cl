@@ -96,6 +96,7 @@ typedef uint vuint;
 #define SHARED_SYNC() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
 #endif
 #define FOR_LANES(i, n) for (int i = LANE; i < (n); i += LANES)
+#define UNROLL          _Pragma("unroll") /* where arrays must become registers */
 #define PER_LANE(n)     (((n) + LANES - 1) / LANES)
 
 /* Sum and largest of one vector, in a fixed tree. */

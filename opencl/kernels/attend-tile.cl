@@ -215,12 +215,20 @@ static inline void block_values(const __global uchar *record, int i, const SHARE
 }
 #endif
 
+/* Nothing to do before the columns of a ref; only the integer kernels unpack ahead. */
+static inline bool block_begin(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
+                               int n_columns, __global uchar *scratch)
+{
+    return false;
+}
+
 #define BLOCK_SHARED_FLOATS ((N_SIDES * COLS * BLOCK_TOKENS) + COLS * 2 * ROT_PAD + LANES)
 
 /* One block of one KV head for COLS columns.  @shared: BLOCK_SHARED_FLOATS. */
-static inline void attend_block(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
-                                const Columns *columns, const __global float *page_angles, const __global float *places,
-                                SHARED float *shared, __global uchar *scratch)
+static inline void attend_block(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh,
+                                const __global uchar *next, int kv_head, const Columns *columns,
+                                const __global float *page_angles, const __global float *places, SHARED float *shared,
+                                const __global uchar *bytes)
 {
     SHARED float *weights = shared, *turned = weights + N_SIDES * COLS * BLOCK_TOKENS, *slots = turned + COLS * 2 * ROT_PAD;
     vfloat largest[COLS], acc[PER_LANE(HEAD_DIM / W)][COLS];

@@ -9,14 +9,18 @@
  * iterations in all, so there the host cuts long walks.
  */
 
-/* Columns of one ref: rows of the group times query heads of the KV head, COLS at a time. */
-static inline void walk_ref(const __global Ref *ref, const __global Group *group, int kv_head, int share, int n_shares, bool fold,
+/* @more: another ref follows in the array.  Columns of one ref: rows of the group times query heads of the KV head, COLS at a time. */
+static inline void walk_ref(const __global Ref *ref, bool more, const __global Group *group, int kv_head, int share, int n_shares, bool fold,
                             __global float *out,
                             const __global float *operands, const __global uchar *pages, const __global uchar *fresh,
                             const __global float *page_angles, const __global float *places, SHARED float *shared,
                             __global uchar *scratch)
 {
     const int n = group->n_rows * N_REP;
+    const int next_head = kv_head + 1 < N_KV ? kv_head + 1 : 0;
+    const __global Ref *next_ref = next_head == 0 && more ? ref + 1 : ref;
+    const __global uchar *next = block_record(pages, fresh, next_ref->pages[0], next_head); /* in the order of a split */
+    const bool unpacked = block_begin(ref, pages, fresh, kv_head, n, scratch);
 
     for (int first = share * COLS; first < n; first += n_shares * COLS) {
         Columns columns;
@@ -29,7 +33,7 @@ static inline void walk_ref(const __global Ref *ref, const __global Group *group
         }
         columns.n_valid = min(COLS, n - first);
         columns.fold = fold;
-        attend_block(ref, pages, fresh, kv_head, &columns, page_angles, places, shared, scratch);
+        attend_block(ref, pages, fresh, next, kv_head, &columns, page_angles, places, shared, unpacked ? scratch : 0);
     }
 }
 
@@ -58,8 +62,8 @@ __kernel void attend_tile(int sequential, int n_units, int n_shares, int ref_row
             __global float *out = sequential ? state + (size_t)group->row0 * N_HEADS * STATE_FLOATS
                                              : partials + (size_t)r * ref_rows * N_HEADS * STATE_FLOATS;
 
-            walk_ref(refs + r, group, kv_head, share, n_shares, sequential, out, operands, page_buffer + pages_offset, fresh, page_angles, places,
-                     shared, scratch);
+            walk_ref(refs + r, !sequential && unit + n_shares < unit_end(n_units), group, kv_head, share, n_shares, sequential, out, operands, page_buffer + pages_offset, fresh, page_angles, places,
+                     shared, INTEGER ? scratch + get_group_id(0) * (2 * BLOCK_TOKENS * HEAD_DIM) : 0);
         }
     }
 }
