@@ -110,7 +110,8 @@ uint32_t kv_cache_length(const KvCache *cache);
  * full precision (the live tail or a checkpoint), so @ret_length <= n_keep is what is left: the caller runs tokens
  * [ret_length, n_keep) again.  Unquantised forms always keep n_keep. */
 int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDetail *reterr);
-/* Saves the live tail in host memory as a place to crop back to (kept: the newest few; bytes count in the host budget). */
+/* Saves the live tail in host memory as a place to crop back to.  Kept are the newest few and older ones evenly spaced; their bytes
+ * count in the host budget, and when that is short the oldest of the store give way before anything is refused.  KvError. */
 int kv_cache_checkpoint(KvCache *cache);
 /* Empty and reusable. */
 int kv_cache_clear(KvCache *cache);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Store, caches and passes over the loose device of tests/lib/loose-gpu.h: random histories under every policy, where commands run in
+ * Store, caches and passes over the loose device of tests/unit/loose-gpu.c: random histories under every policy, where commands run in
  * any order that queues and events allow, and failures at every call.
  */
 
-#include "tests/lib/loose-gpu.h"
+#include "tests/unit/loose-gpu.c"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,4 +1,3 @@
-#pragma once
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A device without OpenCL that takes every liberty which queues and events leave it: for tests of cache/, included by one file of a
