@@ -35,6 +35,7 @@ ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const u
     for (int r = 0; r < rows; r++)
         even[r] = odd[r] = (VF)(0.0f);
     for (uint i = 0; i < n_records; i++, tile += RECORD_BYTES) {
+        prefetch_record(tile, RECORD_BYTES);
         for (uint b = 0; b < BLOCKS; b++, x += 32 * GROUP_ROWS) {
 #if !IS_FLOAT
             WeightBlock block = block_load(tile, lane0, b);
@@ -73,6 +74,7 @@ ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const u
     for (int r = 0; r < rows; r++)
         sums[r] = (VF)(0.0f);
     for (uint i = 0; i < n_records; i++, tile += RECORD_BYTES) {
+        prefetch_record(tile, RECORD_BYTES);
         for (uint b = 0; b < BLOCKS; b++, act += ACT_BLOCK_WORDS) {
             WeightBlock block = block_load(tile, lane0, b);
 
@@ -156,29 +158,30 @@ typedef struct Weights {
     const __global uchar *w[3];
 } Weights;
 
+/* Arguments and fields are never indexed by a variable: Mesa's compilers do that badly. */
 ALWAYS_INLINE Unit find_unit(const Shape *shape, const Weights *weights, uint tile, const uint lane0)
 {
     const ulong tile_bytes = (ulong)((shape->n_cols + RECORD_COLUMNS - 1) / RECORD_COLUMNS) * RECORD_BYTES;
-    uint which = 0, row;
-    Unit unit = {.lane0 = lane0, .y_column = shape->y_first};
+    const bool gated = shape->epilogue == EPILOGUE_SWIGLU;
+    const uint tiles0 = (shape->weight_rows[0] + TILE_ROWS - 1) / TILE_ROWS;
+    const uint tiles1 = (shape->weight_rows[1] + TILE_ROWS - 1) / TILE_ROWS;
+    const bool second = !gated && tile >= tiles0, third = second && tile >= tiles0 + tiles1;
+    const __global uchar *w0 = weights->w[0] + shape->weight_offset[0], *w1 = weights->w[1] + shape->weight_offset[1];
+    uint n_rows, row;
+    Unit unit;
 
-    if (shape->epilogue != EPILOGUE_SWIGLU)
-        for (; which < 2; which++) {
-            uint n_tiles = (shape->weight_rows[which] + TILE_ROWS - 1) / TILE_ROWS;
-
-            if (tile < n_tiles)
-                break;
-            tile -= n_tiles;
-            unit.y_column += shape->weight_rows[which];
-        }
-    unit.tile[0] = weights->w[which] + shape->weight_offset[which] + tile * tile_bytes;
-    unit.tile[1] = weights->w[1] + shape->weight_offset[1] + tile * tile_bytes;
+    tile -= third ? tiles0 + tiles1 : second ? tiles0 : 0;
+    n_rows = third ? shape->weight_rows[2] : second ? shape->weight_rows[1] : shape->weight_rows[0];
     row = tile * TILE_ROWS + lane0;
-    unit.y_column += row;
-    unit.n_valid = row < shape->weight_rows[which] ? min(shape->weight_rows[which] - row, (uint)LANES) : 0;
+    unit.tile[0] = (third ? weights->w[2] + shape->weight_offset[2] : second ? w1 : w0) + tile * tile_bytes;
+    unit.tile[1] = w1 + tile * tile_bytes;
+    unit.lane0 = lane0;
+    unit.y_column = shape->y_first + row + (second ? shape->weight_rows[0] : 0) + (third ? shape->weight_rows[1] : 0);
+    unit.n_valid = row < n_rows ? min(n_rows - row, (uint)LANES) : 0;
     return unit;
 }
 
+#if LANES > 1
 /* One tile for the rows of one group, as many at a time as there are registers, so that it is unpacked once for them, and
  * nothing is computed in vain.  The results pass through memory, which keeps the epilogues out of the unrolled code. */
 ALWAYS_INLINE void products(const __global uchar *tile, const uint lane0, const uint n_cols, const __global int *act,
@@ -199,7 +202,17 @@ ALWAYS_INLINE void products(const __global uchar *tile, const uint lane0, const 
         product(tile, lane0, n_cols, act + row * act_row, 1, ret + row);
 }
 
+#endif
+
+ALWAYS_INLINE void unit_store(const Shape *shape, const Unit *unit, __global float *y, VF value, VF up)
+{
+    if (shape->epilogue == EPILOGUE_SWIGLU)
+        value = lanes_silu(value) * up;
+    store_lanes(y + unit->y_column, value, unit->n_valid, shape->epilogue);
+}
+
 /* A unit for the rows of one group; @act points at the group, @y at its first row. */
+#if LANES > 1
 ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __global int *act, __global float *y,
                               const uint n_rows)
 {
@@ -214,14 +227,32 @@ ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __glob
         products(tile, unit->lane0, shape->n_cols, act, n_rows, values + i * GROUP_ROWS);
     }
 #pragma unroll 1
-    for (uint r = 0; r < n_rows; r++) {
-        VF value = values[r];
-
-        if (shape->epilogue == EPILOGUE_SWIGLU)
-            value = lanes_silu(value) * values[GROUP_ROWS + r];
-        store_lanes(y + (size_t)r * shape->y_cols + unit->y_column, value, unit->n_valid, shape->epilogue);
-    }
+    for (uint r = 0; r < n_rows; r++)
+        unit_store(shape, unit, y + (size_t)r * shape->y_cols, values[r], values[GROUP_ROWS + r]);
 }
+#else
+/* Private arrays stay in registers only when no variable indexes them; rows beyond the pass compute what nobody stores. */
+ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __global int *act, __global float *y,
+                              const uint n_rows)
+{
+    VF values[GROUP_ROWS], up[GROUP_ROWS];
+
+    if (n_rows == 1) {
+        product(unit->tile[0], unit->lane0, shape->n_cols, act, 1, values);
+        if (shape->epilogue == EPILOGUE_SWIGLU)
+            product(unit->tile[1], unit->lane0, shape->n_cols, act, 1, up);
+        unit_store(shape, unit, y, values[0], up[0]);
+        return;
+    }
+    product(unit->tile[0], unit->lane0, shape->n_cols, act, GROUP_ROWS, values);
+    if (shape->epilogue == EPILOGUE_SWIGLU)
+        product(unit->tile[1], unit->lane0, shape->n_cols, act, GROUP_ROWS, up);
+#pragma unroll
+    for (uint r = 0; r < GROUP_ROWS; r++)
+        if (r < n_rows)
+            unit_store(shape, unit, y + (size_t)r * shape->y_cols, values[r], up[r]);
+}
+#endif
 
 ALWAYS_INLINE uint act_group_words(const uint n_cols)
 {
