@@ -8,7 +8,6 @@
 
 #define OPS_GROUP_ROWS   8  /* GROUP_ROWS of norm.cl */
 #define OPS_STAGES       4  /* STAGES of linear-stages.cl */
-#define OPS_SYNC_BYTES   ((2 * OPS_STAGES + 1) * 64)
 #define OPS_TYPE_NUMBERS 31 /* WEIGHT_TYPE_* are below */
 /* Work-items of a portable group: a multiple of a tile's rows, and PREPARE_ITEMS of norm.cl. */
 #define OPS_LOCAL_ITEMS  32
@@ -33,6 +32,12 @@ struct Ops {
 static inline uint64_t ops_act_group_words(uint32_t n_cols)
 {
     return ((uint64_t)n_cols + 31) / 32 * 32 * OPS_GROUP_ROWS;
+}
+
+/* Counters of linear_stages for that many groups. */
+static inline uint64_t ops_sync_bytes(uint32_t n_groups)
+{
+    return (1 + OPS_STAGES * ((uint64_t)n_groups + 1)) * 64;
 }
 
 /* Builds the kernels of a type when that has not happened yet; then they are ops->kernels[type]. */

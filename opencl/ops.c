@@ -36,7 +36,7 @@ int ops_device_bytes(const GpuInfo *info, const OpsOptions *options, uint64_t *r
     r = act_bytes(info, options, &bytes);
     if (r)
         return r;
-    *ret = bytes + OPS_SYNC_BYTES;
+    *ret = bytes + ops_sync_bytes(info->compute_units);
     return 0;
 }
 
@@ -59,9 +59,9 @@ int ops_new(Gpu *gpu, const OpsOptions *options, Ops **ret, ErrorDetail *reterr)
     ops->n_groups = info->compute_units;
     r = gpu_buffer_new(gpu, GPU_PURPOSE_ACTIVATIONS, bytes, &ops->act, reterr);
     if (!r)
-        r = gpu_buffer_new(gpu, GPU_PURPOSE_ACTIVATIONS, OPS_SYNC_BYTES, &ops->sync, reterr);
+        r = gpu_buffer_new(gpu, GPU_PURPOSE_ACTIVATIONS, ops_sync_bytes(ops->n_groups), &ops->sync, reterr);
     if (!r)
-        r = gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, ops->sync, 0, OPS_SYNC_BYTES);
+        r = gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, ops->sync, 0, ops_sync_bytes(ops->n_groups));
     if (r)
         return r;
     *ret = TAKE_PTR(ops);

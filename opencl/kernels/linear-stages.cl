@@ -4,25 +4,26 @@
  *
  * A launch and the late waking of a second thread cost as much as a small product, so the products of a layer that follow each
  * other run as *stages* of one launch.  Each work-group (one work-item, one thread) draws *tickets*, a few tiles for some rows,
- * from the stage's counter, and goes on to the next stage when all tickets of the stage are done.  Nobody waits for a
- * work-group that has not started: a ticket is held only by a running one, so a single thread that runs the groups one after
- * the other finishes too.  The wait is bounded: a group that has waited SPIN_LIMIT pauses (its peer's thread has lost its core)
+ * first from its own share of the stage, in order, so that it reads memory as one stream; then from the shares of others, which
+ * may have started late or lost their core.  It goes on to the next stage when all tickets of the stage are done.  Nobody waits
+ * for a work-group that has not started: a ticket is held only by a running one, so a single thread that runs the groups one
+ * after the other finishes too.  The wait is bounded: a group that has waited SPIN_LIMIT pauses (its peer has lost its core)
  * leaves, and those that hold tickets do the rest.  Tickets do not change what is computed, only by whom.
  *
  * Up to 8 rows: each group prepares the stage's activations for itself (0.3 us for 576 values) after it has drawn a ticket,
  * never before: a drawn ticket keeps the stage open, so that no later stage overwrites x meanwhile.
  * More rows: one launch prepares the activations (EPILOGUE_NONE, tickets of rows), the next multiplies (act_words = 0).
  *
- * sync: 64 bytes apart, NEXT and DONE of each stage, then LEFT.  Zero before the launch; the last group to leave zeroes it.
+ * sync, words 64 bytes apart: LEFT, then for each stage DONE and NEXT of each group's share.  Zero before the launch; the last
+ * group to leave zeroes it.
  */
 
 #if LANES > 1
 
 #define STAGES       4
 #define SYNC_STRIDE  16 /* words */
-#define SYNC_NEXT(s) (2 * (s) * SYNC_STRIDE)
-#define SYNC_DONE(s) ((2 * (s) + 1) * SYNC_STRIDE)
-#define SYNC_LEFT    (2 * STAGES * SYNC_STRIDE)
+#define SYNC_DONE(s) ((1 + (s) * (get_num_groups(0) + 1)) * SYNC_STRIDE)
+#define SYNC_NEXT(s) (SYNC_DONE(s) + SYNC_STRIDE)
 
 /* 40 (AMD) to 140 (Intel) cycles each: 30 to 100 us. */
 #define SPIN_LIMIT 2000
@@ -69,29 +70,42 @@ ALWAYS_INLINE void tile_rows(const Shape *shape, const Stage *stage, const uint 
     }
 }
 
+/* One ticket: some tiles for some rows.  @prepare: own activations come first. */
+ALWAYS_INLINE void run_ticket(const Shape *shape, const Stage *stage, const uint ticket, const uint n_columns, const uint n_rows,
+                              __global int *act, const bool prepare)
+{
+    const bool prepare_only = shape->epilogue == EPILOGUE_NONE;
+    uint tile = ticket % n_columns * shape->tiles_per_ticket;
+    uint tile_end = prepare_only ? 0 : min(tile + shape->tiles_per_ticket, shape->n_tiles);
+    uint row_begin = ticket / n_columns * shape->rows_per_ticket, row_end = min(row_begin + shape->rows_per_ticket, n_rows);
+
+    if (prepare_only || prepare)
+        prepare_stage(shape, stage, prepare_only ? row_begin : 0, prepare_only ? row_end : n_rows, act);
+#pragma unroll 1
+    for (; tile < tile_end; tile++)
+        tile_rows(shape, stage, tile, act, row_begin, row_end);
+}
+
 /* Whether all of the stage is done; false: this group has given up waiting.  @own: the group has its own activations. */
 ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint n_rows, __global int *act, const bool own,
                              volatile __global uint *next, volatile __global uint *done, const bool wait)
 {
     const uint n_columns = (shape->n_tiles + shape->tiles_per_ticket - 1) / shape->tiles_per_ticket;
     const uint n_tickets = n_columns * ((n_rows + shape->rows_per_ticket - 1) / shape->rows_per_ticket);
-    const bool prepare_only = shape->epilogue == EPILOGUE_NONE;
-    uint n_mine = 0, spins = 0;
+    const uint n_groups = get_num_groups(0);
+    uint n_mine = 0, spins = 0, share = get_group_id(0), n_empty = 0;
 
-    for (;;) {
-        uint ticket = atomic_inc(next), tile, tile_end, row_begin, row_end;
+    while (n_empty < n_groups) {
+        uint begin = (uint)((ulong)n_tickets * share / n_groups), end = (uint)((ulong)n_tickets * (share + 1) / n_groups);
+        uint ticket = begin + atomic_inc(next + share * SYNC_STRIDE);
 
-        if (ticket >= n_tickets)
-            break;
-        tile = ticket % n_columns * shape->tiles_per_ticket;
-        tile_end = prepare_only ? 0 : min(tile + shape->tiles_per_ticket, shape->n_tiles);
-        row_begin = ticket / n_columns * shape->rows_per_ticket;
-        row_end = min(row_begin + shape->rows_per_ticket, n_rows);
-        if (prepare_only || (own && n_mine == 0))
-            prepare_stage(shape, stage, prepare_only ? row_begin : 0, prepare_only ? row_end : n_rows, act);
-        for (; tile < tile_end; tile++)
-            tile_rows(shape, stage, tile, act, row_begin, row_end);
-        n_mine++;
+        if (ticket < end) {
+            run_ticket(shape, stage, ticket, n_columns, n_rows, act, own && n_mine == 0);
+            n_mine++;
+        } else {
+            share = share + 1 < n_groups ? share + 1 : 0;
+            n_empty++;
+        }
     }
     /* A locked addition is a full barrier on x86; the asm keeps the compiler from moving stores and loads across. */
     __asm__ volatile("" ::: "memory");
@@ -119,8 +133,8 @@ __kernel WORK_GROUP void linear_stages(const uint n_stages, const uint n_rows, _
         if (!run_stage(shapes[s], &stages[s], n_rows, act, act_words > 0, sync + SYNC_NEXT(s), sync + SYNC_DONE(s),
                        s + 1 < n_stages))
             break;
-    if (atomic_inc(sync + SYNC_LEFT) == get_num_groups(0) - 1)
-        for (uint i = 0; i <= SYNC_LEFT; i += SYNC_STRIDE)
+    if (atomic_inc(sync) == get_num_groups(0) - 1)
+        for (uint i = 0; i < SYNC_DONE(n_stages); i += SYNC_STRIDE)
             sync[i] = 0;
 }
 
