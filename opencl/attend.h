@@ -58,8 +58,9 @@ typedef struct AttendSpan {
 /* One page to pack: its tokens come from `new` (positions >= new_start) or from the tail ring. */
 typedef struct AttendPack {
     int32_t tail_slot, page /* of the sequence */, new_start, new_row0;
-    uint32_t to; /* page index in `fresh` */
-    int32_t reserved[3];
+    uint32_t to;        /* page index in `fresh` */
+    int32_t sinks_only; /* attend_refill() of page 0: leave the ring alone */
+    int32_t reserved[2];
 } AttendPack;
 
 /* Which kernels; AUTO is right except for tests and known-answer fallbacks. */
@@ -145,7 +146,7 @@ int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *lay
 /* Copies the pass's new keys and values into the tail ring (the last KV_TAIL_TOKENS positions of each sequence) and the sinks;
  * after attend_finish() of this layer, which has already done it for sequences of one group: it may launch nothing. */
 int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *layer);
-/* Fills tail ring positions from an unpacked form's pages (f16, f32): after a crop.  refs: pages to read, one AttendPack each
- * with `to` = page index in @pages. */
+/* Fills tail ring positions from an unpacked form's pages (f16, f32): after a crop, or into another slot.  One AttendPack a page to
+ * read, with `to` = page index in @pages; page 0 fills the sinks too.  Two pages of one call must not share ring places. */
 int attend_refill(Attend *attend, const AttendLayer *layer, const GpuBuffer *packs, uint64_t packs_offset, uint32_t n_packs,
                   const GpuBuffer *pages, uint64_t pages_offset);

@@ -56,7 +56,7 @@
 typedef struct { int row0, n_rows, pos0, n_packed, tail_slot, new_start, new_row0, reserved; } Group;
 typedef struct { int group, block, n_pages, reserved; uint pages[BLOCK_PAGES]; } Ref;
 typedef struct { int first_ref, n_refs; } Span;
-typedef struct { int tail_slot, page, new_start, new_row0; uint to; int reserved[3]; } Pack;
+typedef struct { int tail_slot, page, new_start, new_row0; uint to; int sinks_only, reserved[2]; } Pack;
 
 #define AT(type, buffer, offset) ((const __global type *)((buffer) + (offset)))
 

@@ -250,8 +250,8 @@ __kernel void attend_refill(int n_packs, const __global uchar *pack_buffer, ulon
         FOR_LANES(item, PAGE_TOKENS * HEAD_DIM) {
             const int token = item / HEAD_DIM, d = item % HEAD_DIM, position = pack->page * PAGE_TOKENS + token;
 
-            for (int copy = 0; copy < (position < SINK_TOKENS ? 2 : 1); copy++) {
-                const size_t to = tail_index(copy ? TAIL_TOKENS + position : position % TAIL_TOKENS, kv_head) + d;
+            for (int sink = pack->sinks_only ? 1 : 0; sink < (position < SINK_TOKENS ? 2 : 1); sink++) {
+                const size_t to = tail_index(sink ? TAIL_TOKENS + position : position % TAIL_TOKENS, kv_head) + d;
 #if TAIL_BITS == 32
                 ((__global uint *)tail)[to] = ((const __global uint *)record)[d * PAGE_TOKENS + token];
                 ((__global uint *)tail)[TAIL_SIDE + to] = ((const __global uint *)(record + V_OFFSET))[token * HEAD_DIM + d];

@@ -445,7 +445,7 @@ void world_crop(World *w, uint32_t sequence, uint32_t length)
     for (uint32_t page = seen; page < q->n_packed && page * KV_PAGE_TOKENS < length; page++)
         packs[n++] = (AttendPack){.tail_slot = (int32_t)sequence, .page = (int32_t)page, .to = q->arena[page]};
     if (seen > 0)
-        packs[n++] = (AttendPack){.tail_slot = (int32_t)sequence, .page = 0, .to = q->arena[0]};
+        packs[n++] = (AttendPack){.tail_slot = (int32_t)sequence, .page = 0, .to = q->arena[0], .sinks_only = 1};
     q->length = length;
     q->n_packed = MIN(q->n_packed, seen);
     if (n == 0)
