@@ -150,7 +150,7 @@ static int run_head(Model *model, const Batch *batch, float *logits)
         uint32_t n = MIN(at_once, batch->n_logits - done);
 
         linear.x_rows_offset = ((uint64_t)model->options.max_rows + done) * sizeof(int32_t);
-        r = ops_linear(model->ops, &linear, n);
+        r = ops_linear(model->head, &linear, n);
         if (!r)
             r = gpu_download(model->gpu, GPU_QUEUE_COMPUTE, model->logits, 0, logits + (size_t)done * params->n_vocab,
                              (uint64_t)n * params->n_vocab * sizeof(float), GPU_WAIT_NONE, "logits", NULL);

@@ -25,6 +25,7 @@ struct Model {
     ModelFile *file;
     ModelOptions options; /* complete */
     Ops *ops;
+    Ops *head; /* products of the head; the same as ops in compute `exact` */
     GpuBuffer **blocks; /* (n_blocks), as in struct Weights */
     uint32_t n_blocks;
     GpuBuffer *x;       /* f32 (max_rows, n_embd): the residual stream */
