@@ -5,6 +5,8 @@
 #include "opencl/attend.h"
 
 #define ATTEND_LANES           32 /* work-items of a group in the LANES kernels */
+#define ATTEND_NODES           32 /* a block's nodes for the slow pairs, ATTEND_NODE_TOKENS apart; attend-tile-x86.cl */
+#define ATTEND_NODE_TOKENS     16
 #define ATTEND_TILE_GROUPS_MAX 16 /* work-groups of a tile on CPU devices: each has its own scratch */
 
 /* Device buffers, in bytes; 0: not needed. */
@@ -18,6 +20,7 @@ typedef struct Attend {
     AttendKernels kernels; /* chosen, never AUTO */
     KvLayout layout;
     uint32_t columns;           /* query heads that share a read of the keys */
+    uint32_t n_fast;            /* rotary pairs that turn too fast for interpolation between nodes */
     uint32_t blocks_per_launch; /* of one group; INT32_MAX unless the driver limits loops */
     AttendSizes sizes;
     GpuBuffer *operands, *state, *kept, *partials, *page_angles, *places, *scratch;
@@ -38,6 +41,9 @@ uint32_t attend_operand_floats(const AttendOptions *options, const KvLayout *lay
 /* Rotary pairs rounded up to whole vectors. */
 uint32_t attend_rotary_pad(const KvShape *shape);
 
-/* Fills the tables of attend-pack.cl, in double precision. */
+/* Pairs from here on turn by at most a quarter radian in ATTEND_NODE_TOKENS tokens. */
+uint32_t attend_n_fast(const AttendOptions *options);
+
+/* Fills the tables of attend-pack.cl and attend-tile-x86.cl, in double precision. */
 void attend_fill_page_angles(const AttendOptions *options, float *ret);
 void attend_fill_places(const AttendOptions *options, float *ret);

@@ -105,7 +105,7 @@ int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSize
     if (!r && leat && pad)
         r = product(options->max_pages, 2, pad, sizeof(float), &sizes.page_angles);
     if (!r && leat && pad)
-        r = product(KV_PAGE_TOKENS, 2, pad, sizeof(float), &sizes.places);
+        sizes.places = (2 * (uint64_t)pad * (KV_PAGE_TOKENS + ATTEND_NODES) + 4 * ATTEND_NODE_TOKENS) * sizeof(float);
     if (!r && integer)
         r = product(ATTEND_TILE_GROUPS_MAX, 2, (uint64_t)KV_BLOCK_PAGES * KV_PAGE_TOKENS, shape->head_dim, &sizes.scratch);
     if (r)
@@ -146,17 +146,40 @@ void attend_fill_page_angles(const AttendOptions *options, float *ret)
         }
 }
 
-/* (pad, 2, 32): cos, sin of pair f at places -15.5 .. 15.5 from the page's centre. */
+uint32_t attend_n_fast(const AttendOptions *options)
+{
+    uint32_t n = options->shape.rotary_dim / 2;
+
+    while (n > 0 && fabsf(options->inv_freq[n - 1]) * ATTEND_NODE_TOKENS <= 0.25f)
+        n--;
+    return n;
+}
+
+/* cos and sin of pair f at @n points @step tokens apart, the first at @first: (pad, 2, n). */
+static float *fill_angles(const AttendOptions *options, double first, double step, uint32_t n, float *to)
+{
+    for (uint32_t f = 0; f < attend_rotary_pad(&options->shape); f++, to += 2 * n)
+        for (uint32_t i = 0; i < n; i++) {
+            double turn = f < options->shape.rotary_dim / 2 ? options->inv_freq[f] : 0;
+
+            to[i] = (float)cos((first + i * step) * turn);
+            to[n + i] = (float)sin((first + i * step) * turn);
+        }
+    return to;
+}
+
+/* Places -15.5 .. 15.5 from a page's centre; a block's nodes from -32 on; weights of the cubic through four nodes for the 16 tokens
+ * between the middle two. */
 void attend_fill_places(const AttendOptions *options, float *ret)
 {
-    uint32_t pad = attend_rotary_pad(&options->shape);
+    ret = fill_angles(options, -(KV_PAGE_TOKENS - 1) / 2.0, 1, KV_PAGE_TOKENS, ret);
+    ret = fill_angles(options, -2.0 * ATTEND_NODE_TOKENS, ATTEND_NODE_TOKENS, ATTEND_NODES, ret);
+    for (uint32_t i = 0; i < ATTEND_NODE_TOKENS; i++) {
+        double u = (i + 0.5) / ATTEND_NODE_TOKENS;
 
-    for (uint32_t f = 0; f < pad; f++)
-        for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++) {
-            double turn = f < options->shape.rotary_dim / 2 ? options->inv_freq[f] : 0;
-            double angle = (t - (KV_PAGE_TOKENS - 1) / 2.0) * turn;
-
-            ret[(f * 2) * KV_PAGE_TOKENS + t] = (float)cos(angle);
-            ret[(f * 2 + 1) * KV_PAGE_TOKENS + t] = (float)sin(angle);
-        }
+        ret[i] = (float)(-u * (u - 1) * (u - 2) / 6);
+        ret[ATTEND_NODE_TOKENS + i] = (float)((u + 1) * (u - 1) * (u - 2) / 2);
+        ret[2 * ATTEND_NODE_TOKENS + i] = (float)(-(u + 1) * u * (u - 2) / 2);
+        ret[3 * ATTEND_NODE_TOKENS + i] = (float)((u + 1) * u * (u - 1) / 6);
+    }
 }

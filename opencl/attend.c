@@ -52,11 +52,11 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
     n = snprintf(buffer, size,
                  "-DHEAD_DIM=%u -DN_HEADS=%u -DN_KV=%u -DROT_HALF=%u -DFORM=%d -DK_BITS=%u -DV_BITS=%u -DN_GROUPS=%u -DTAIL_BITS=%u "
                  "-DRECORD_BYTES=%u -DPAGE_BYTES=%u -DK_HIGH=%u -DV_OFFSET=%u -DV_HIGH=%u -DK_SCALE=%u -DV_SCALE=%u "
-                 "-DSCORE_SCALE=as_float(0x%08xu) -DLANES=%d -DW=%d -DCOLS=%u -DINTEGER=%d -DVNNI=%d",
+                 "-DSCORE_SCALE=as_float(0x%08xu) -DLANES=%d -DW=%d -DCOLS=%u -DN_FAST=%u -DINTEGER=%d -DVNNI=%d",
                  o->shape.head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, form, o->form.k_bits,
                  o->form.v_bits, l->n_groups, o->tail_bits, l->record_bytes, l->page_bytes, l->k_high_offset, l->v_offset,
                  l->v_high_offset, l->k_scale_offset, l->v_scale_offset, float_to_bits((float)(o->scale * M_LOG2E)),
-                 lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, attend->columns, attend->kernels >= ATTEND_KERNELS_BW,
+                 lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, attend->columns, attend->n_fast, attend->kernels >= ATTEND_KERNELS_BW,
                  attend->kernels == ATTEND_KERNELS_VNNI);
     return n < 0 || (size_t)n >= size ? -EOVERFLOW : 0;
 }
@@ -154,6 +154,7 @@ int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail
     if (r)
         return r;
     attend->columns = choose_columns(&options->shape);
+    attend->n_fast = attend_n_fast(options);
     attend->blocks_per_launch = choose_blocks_per_launch(gpu_info(gpu), &options->shape);
     r = build_kernels(attend, reterr);
     if (!r)

@@ -23,11 +23,11 @@ static inline const __global uchar *block_record(const __global uchar *pages, co
 }
 
 #if LEAT
-/* Turns (C, S) of every column to the page's centre: turned[c] = C cos + S sin, then S cos - C sin. */
-static inline void mean_turn(const Columns *columns, const __global float *angle, SHARED float *turned)
+/* Turns (C, S) of every column to the page's centre, pairs below @n_pairs: turned[c] = C cos + S sin, then S cos - C sin. */
+static inline void mean_turn(const Columns *columns, const __global float *angle, int n_pairs, SHARED float *turned)
 {
     UNROLL for (int c = 0; c < COLS; c++)
-        FOR_LANES(i, ROT_PAD / W) {
+        FOR_LANES(i, (n_pairs + W - 1) / W) {
             const __global float *operand = columns->operand[c];
             vfloat cos_f = VLOAD(operand + OP_COS + i * W), sin_f = VLOAD(operand + OP_SIN + i * W);
             vfloat page_c = VLOAD(angle + i * W), page_s = VLOAD(angle + ROT_PAD + i * W);
@@ -38,15 +38,15 @@ static inline void mean_turn(const Columns *columns, const __global float *angle
 }
 
 #if W == 16
-/* The mean's term of the page's two token vectors.  Places are symmetric about the centre: the even part (cosines) and the odd part
- * (sines) of 16 of them give all 32. */
-static inline void mean_scores(const Columns *columns, const float *turned, const __global float *places, float16 ret[COLS][2])
+/* The mean's term of the page's two token vectors, pairs below @n_pairs, added to @ret.  Places are symmetric about the centre: the even
+ * part (cosines) and the odd part (sines) of 16 of them give all 32. */
+static inline void mean_scores(const float *turned, const __global float *places, int n_pairs, float16 ret[COLS][2])
 {
     float16 even[COLS], odd[COLS];
 
     UNROLL for (int c = 0; c < COLS; c++)
         even[c] = odd[c] = 0.0f;
-    for (int f = 0; f < ROT_HALF; f++) {
+    for (int f = 0; f < n_pairs; f++) {
         float16 place_c = vload16(0, places + f * 2 * PAGE_TOKENS + 16), place_s = vload16(0, places + (f * 2 + 1) * PAGE_TOKENS + 16);
 
         UNROLL for (int c = 0; c < COLS; c++) {
@@ -55,11 +55,10 @@ static inline void mean_scores(const Columns *columns, const float *turned, cons
         }
     }
     UNROLL for (int c = 0; c < COLS; c++) {
-        const float steady = columns->operand[c][OP_CONST];
         float16 mirrored = even[c] - odd[c];
 
-        ret[c][0] = mirrored.sfedcba9876543210 + steady;
-        ret[c][1] = even[c] + odd[c] + steady;
+        ret[c][0] += mirrored.sfedcba9876543210;
+        ret[c][1] += even[c] + odd[c];
     }
 }
 #else

@@ -11,7 +11,8 @@
  *
  * -D options: HEAD_DIM, N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat), K_BITS, V_BITS, N_GROUPS, TAIL_BITS,
  * record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES, K_HIGH, V_OFFSET, V_HIGH, K_SCALE, V_SCALE), SCORE_SCALE (of scores,
- * times log2 e), LANES, W, COLS (query heads that share a read of the keys), INTEGER (0 or 1), VNNI (0 or 1).
+ * times log2 e), LANES, W, COLS (query heads that share a read of the keys), N_FAST (pairs that turn too fast for
+ * interpolation), INTEGER (0 or 1), VNNI (0 or 1).
  */
 
 #pragma OPENCL FP_CONTRACT OFF
@@ -37,6 +38,7 @@
 #define LANES        1
 #define W            16
 #define COLS         3
+#define N_FAST       12
 #define INTEGER      0
 #define VNNI         0
 #endif

@@ -3,8 +3,8 @@
  * Packs pages: must equal kv_pack_page() of quant/kv-codec.c bit for bit, given the same cosines.  Every step there has its
  * counterpart here in the same order; a lane is a token.
  *
- * Tables (attend-tables.c): page_angles f32 (n_pages, 2, ROT_PAD): cos and sin of pair f at the page's centre, position 32 p + 15.5;
- * places f32 (ROT_PAD, 2, 32): cos and sin of pair f at places -15.5 .. 15.5 from it.
+ * Tables (attend-plan.c): page_angles f32 (n_pages, 2, ROT_PAD): cos and sin of pair f at the page's centre, position 32 p + 15.5;
+ * places f32 (ROT_PAD, 2, 32): cos and sin of pair f at places -15.5 .. 15.5 from it; then what attend-tile-x86.cl interpolates by.
  */
 
 #define PAGE_VECTORS (PAGE_TOKENS / W)

@@ -260,23 +260,76 @@ static inline float16 value_exponent(const __global uchar *record, int upper)
     return largest_of(convert_float16((as_int16(scale) >> 23) - 126), (float16)(-23.0f));
 }
 
+/* The mean's term of slow pairs, f >= N_FAST, which turn by a quarter radian or less in 16 tokens: their sum is taken at nodes 16 tokens
+ * apart, 2 before the first page's centre to 29 after, and interpolated by cubics, to 1e-4 of it. */
+#define N_NODES      32
+#define NODE_ANGLES  (2 * PAGE_TOKENS * ROT_PAD)                /* in `places`: (ROT_PAD, 2, N_NODES), cos and sin */
+#define NODE_WEIGHTS (NODE_ANGLES + 2 * N_NODES * ROT_PAD)      /* (4, 16): of four nodes for the tokens between the middle two */
+
+/* @turned: to the first page's centre. */
+static inline void mean_nodes(const float *turned, const __global float *places, float *nodes)
+{
+    float16 sum[COLS][2];
+
+    UNROLL for (int c = 0; c < COLS; c++)
+        sum[c][0] = sum[c][1] = 0.0f;
+    for (int f = N_FAST; f < ROT_HALF; f++) {
+        const __global float *angle = places + NODE_ANGLES + f * 2 * N_NODES;
+
+        UNROLL for (int i = 0; i < 2; i++) {
+            float16 cos_n = vload16(i, angle), sin_n = vload16(2 + i, angle);
+
+            UNROLL for (int c = 0; c < COLS; c++) {
+                sum[c][i] = fma(cos_n, (float16)(turned[c * 2 * ROT_PAD + f]), sum[c][i]);
+                sum[c][i] = fma(sin_n, (float16)(turned[(c * 2 + 1) * ROT_PAD + f]), sum[c][i]);
+            }
+        }
+    }
+    UNROLL for (int c = 0; c < COLS; c++)
+        UNROLL for (int i = 0; i < 2; i++)
+            *(float16 *)(nodes + c * N_NODES + i * 16) = sum[c][i];
+}
+
+/* Starts the scores of page @p of the block: what does not need the keys. */
+static inline void mean_of_page(const Columns *columns, const float *turned, const float *nodes, const __global float *places, int p,
+                                float16 score[COLS][2])
+{
+    UNROLL for (int c = 0; c < COLS; c++)
+        score[c][0] = score[c][1] = columns->operand[c][OP_CONST];
+#if N_FAST < ROT_HALF
+    UNROLL for (int k = 0; k < 4; k++) {
+        float16 weight = vload16(k, places + NODE_WEIGHTS);
+
+        UNROLL for (int c = 0; c < COLS; c++)
+            UNROLL for (int upper = 0; upper < 2; upper++)
+                score[c][upper] = fma(weight, (float16)(nodes[c * N_NODES + 2 * p + upper + k]), score[c][upper]);
+    }
+#endif
+    mean_scores(turned, places, N_FAST, score);
+}
+
 /* Scores of the block, (COLS, BLOCK_TOKENS); ret: each column's reference.  @next: the record that will be read after this block's. */
 static inline void block_scores(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh,
                                 const __global uchar *next, int kv_head, const Columns *columns, const __global float *page_angles, const __global float *places,
                                 const __global uchar *bytes, float *scores, float *turned, float ret_m[COLS])
 {
+    float nodes[COLS * N_NODES] __attribute__((aligned(64)));
     float16 largest[COLS];
 
     UNROLL for (int c = 0; c < COLS; c++)
         largest[c] = NEVER;
+#if N_FAST < ROT_HALF
+    mean_turn(columns, page_angles + (size_t)ref->block * BLOCK_PAGES * 2 * ROT_PAD, ROT_HALF, turned);
+    mean_nodes(turned, places, nodes);
+#endif
     for (int p = 0; p < ref->n_pages; p++) {
         const int page = ref->block * BLOCK_PAGES + p;
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
         const __global uchar *ahead = p + 1 < ref->n_pages ? block_record(pages, fresh, ref->pages[p + 1], kv_head) : next;
         float16 score[COLS][2];
 
-        mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, turned);
-        mean_scores(columns, turned, places, score);
+        mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, N_FAST, turned);
+        mean_of_page(columns, turned, nodes, places, p, score);
         for (int group = 0; group < N_GROUPS; group++) {
             Sums sums;
 

@@ -73,11 +73,14 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
 #if LEAT
-        mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, turned);
+        mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, ROT_HALF, turned);
         SHARED_SYNC();
 #if W == 16
         float16 mean[COLS][2];
-        mean_scores(columns, turned, places, mean);
+
+        UNROLL for (int c = 0; c < COLS; c++)
+            mean[c][0] = mean[c][1] = columns->operand[c][OP_CONST];
+        mean_scores(turned, places, ROT_HALF, mean);
 #endif
 #endif
         FOR_LANES(v, PAGE_TOKENS / W) {
