@@ -260,7 +260,7 @@ static double tolerance_of(const Matrix *matrix, uint32_t row, const float *x)
     weight_decode(matrix->type, matrix->file + row * matrix->row_bytes, w, matrix->n_cols);
     for (uint32_t c = 0; c < matrix->n_cols; c++) {
         sum += fabs((double)w[c] * (double)x[c]);
-        flushed += fabs((double)w[c]) + fabs((double)x[c]);
+        flushed += fabs((double)w[c]) + fabs((double)x[c]) + 1.0;
     }
     return TOLERANCE * sum + 0x1p-126 * flushed;
 }
