@@ -96,7 +96,7 @@ static int touch(Gpu *gpu, cl_mem memory, cl_int *ret_status)
 
 #define HUGE_PAGE_BYTES (UINT64_C(2) << 20)
 /* Below this the driver's own allocation does as well. */
-#define HUGE_AT_LEAST   (2 * HUGE_PAGE_BYTES)
+#define HUGE_AT_LEAST   HUGE_PAGE_BYTES
 
 typedef struct Backing {
     void *memory;
