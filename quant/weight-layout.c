@@ -172,10 +172,35 @@ static void get_parts(const WeightTypeInfo *info, const Planes *planes, const ui
 
 static void pack_float_row(const WeightTypeInfo *info, const uint8_t *row, uint64_t n_cols, uint8_t *tile, size_t lane)
 {
-    size_t bytes = info->block_bytes;
+    if (info->block_bytes == 4)
+        for (uint64_t c = 0; c < n_cols; c++)
+            memcpy(tile + (WEIGHT_TILE_ROWS * c + lane) * 4, row + c * 4, 4);
+    else
+        for (uint64_t c = 0; c < n_cols; c++)
+            memcpy(tile + (WEIGHT_TILE_ROWS * c + lane) * 2, row + c * 2, 2);
+}
 
-    for (uint64_t c = 0; c < n_cols; c++)
-        memcpy(tile + (WEIGHT_TILE_ROWS * c + lane) * bytes, row + c * bytes, bytes);
+/* In the most usual types the file's bytes only need to be dealt out four by four (Q8_0: plus 128): four times as fast as by
+ * way of the parts.  False for other types. */
+static bool pack_block_by_words(const WeightTypeInfo *info, const Planes *planes, const uint8_t *block, uint8_t *record,
+                                size_t lane)
+{
+    bool q8 = info->type == WEIGHT_TYPE_Q8_0;
+    size_t header = has_m(info, planes) ? 4 : 2, n_words = q8 ? 8 : 4;
+
+    if (!q8 && info->type != WEIGHT_TYPE_Q4_0 && info->type != WEIGHT_TYPE_Q4_1)
+        return false;
+    for (size_t v = 0; v < n_words; v++) {
+        uint32_t word;
+
+        memcpy(&word, block + header + 4 * v, 4);
+        word ^= q8 ? 0x80808080 : 0;
+        memcpy(record + 64 * v + 4 * lane, &word, 4);
+    }
+    memcpy(record + planes->d + 2 * lane, block, 2);
+    if (header == 4)
+        memcpy(record + planes->m + 2 * lane, block + 2, 2);
+    return true;
 }
 
 static void pack_row(const WeightTypeInfo *info, const Planes *planes, const uint8_t *row, uint64_t n_cols, uint8_t *tile,
@@ -183,9 +208,11 @@ static void pack_row(const WeightTypeInfo *info, const Planes *planes, const uin
 {
     WeightParts parts;
 
-    for (uint64_t i = 0; i < n_cols / info->record_columns; i++) {
-        weight_parts_from_block(info->type, row + i * info->block_bytes, &parts);
-        put_parts(info, planes, tile + i * info->record_bytes, lane, &parts);
+    for (uint64_t i = 0; i < n_cols / info->record_columns; i++, row += info->block_bytes, tile += info->record_bytes) {
+        if (pack_block_by_words(info, planes, row, tile, lane))
+            continue;
+        weight_parts_from_block(info->type, row, &parts);
+        put_parts(info, planes, tile, lane, &parts);
     }
 }
 
