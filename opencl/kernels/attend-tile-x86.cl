@@ -22,9 +22,14 @@ typedef char Bytes16 __attribute__((vector_size(16)));
 #define ALL_16 ((ushort)-1)
 #define NEAREST 4 /* rounding mode: as set */
 
-/* acc[lane] += four unsigned bytes of the lane times the four signed bytes at @four. */
+/* An int of memory in all lanes.  Volatile, or the compiler would hoist the spread queries of all dims out of the loop over pages and
+ * spill them. */
+#define SPREAD(to, four) __asm__ volatile("vpbroadcastd %1, %0" : "=v"(to) : "m"(four))
+
+/* acc[lane] += four unsigned bytes of the lane times four signed bytes. */
 #if VNNI
-#define DOT_FOUR(acc, bytes, four) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(bytes), "m"(four))
+#define DOT_FOUR(acc, unsigned_bytes, signed_bytes) \
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes))
 #else
 static inline int16 dot_bw(int16 acc, int16 unsigned_bytes, int16 signed_bytes)
 {
@@ -33,17 +38,17 @@ static inline int16 dot_bw(int16 acc, int16 unsigned_bytes, int16 signed_bytes)
 
     return acc + __builtin_astype(__builtin_ia32_pmaddwd512(pairs, ones), int16);
 }
-#define DOT_FOUR(acc, bytes, four) ((acc) = dot_bw(acc, bytes, (int16)(four)))
+#define DOT_FOUR(acc, unsigned_bytes, signed_bytes) ((acc) = dot_bw(acc, unsigned_bytes, signed_bytes))
 #endif
 
 /* The same for values and parts of weights, 0 to 127; V_ZERO: what the codes are too large by, times 2.  Sums of two products saturate in
  * pmaddubsw: 8-bit codes get a sign there, so that 127 * 128 * 2 fits. */
 #if VNNI || V_BITS != 8
-#define DOT_VALUES(acc, bytes, four) DOT_FOUR(acc, bytes, four)
-#define V_ZERO                       ((1 << V_BITS) - 1)
+#define DOT_VALUES(acc, bytes, weights) DOT_FOUR(acc, bytes, weights)
+#define V_ZERO                          ((1 << V_BITS) - 1)
 #else
-#define DOT_VALUES(acc, bytes, four) ((acc) = dot_bw(acc, (int16)(four), (bytes) ^ (int)0x80808080))
-#define V_ZERO                       (-1)
+#define DOT_VALUES(acc, bytes, weights) DOT_FOUR(acc, weights, (bytes) ^ (int)0x80808080)
+#define V_ZERO                          (-1)
 #endif
 
 #define WEIGHT_SHIFT 7 /* bits of each part of a weight */
@@ -159,12 +164,17 @@ typedef struct { int16 part[COLS][2][2]; } Sums; /* [column][upper][high, low] *
 /* Query codes of column @c: four dims 4 g .. 4 g + 3, high or low part. */
 #define QUERY(columns, c, g, part) (((const __global int *)((columns)->operand[c] + HEAD_DIM))[(g) * 2 + (part)])
 
-#define DOT_COLUMNS(sums, codes, upper, g)                                                                                 \
-    UNROLL for (int c = 0; c < COLS; c++)                                                                      \
-    {                                                                                                                     \
-        DOT_FOUR((sums).part[c][upper][0], codes, QUERY(columns, c, g, 0));                                                \
-        DOT_FOUR((sums).part[c][upper][1], codes, QUERY(columns, c, g, 1));                                                \
-    }
+/* Four dims of all 32 tokens. */
+#define DOT_COLUMNS(sums, codes0, codes1, g)                                                                              \
+    UNROLL for (int c = 0; c < COLS; c++)                                                                                 \
+        UNROLL for (int part = 0; part < 2; part++)                                                                       \
+        {                                                                                                                 \
+            int16 query;                                                                                                  \
+                                                                                                                          \
+            SPREAD(query, QUERY(columns, c, g, part));                                                                    \
+            DOT_FOUR((sums).part[c][0][part], codes0, query);                                                             \
+            DOT_FOUR((sums).part[c][1][part], codes1, query);                                                             \
+        }
 
 static inline Sums no_sums(void)
 {
@@ -184,14 +194,13 @@ static inline Sums dot_bytes(const __global uchar *codes, int group, const Colum
     for (int g = first; g < last; g++) {
         int16 tokens0 = load_codes(codes + g * 128), tokens1 = load_codes(codes + g * 128 + 64);
 
-        DOT_COLUMNS(sums, tokens0, 0, g)
-        DOT_COLUMNS(sums, tokens1, 1, g)
+        DOT_COLUMNS(sums, tokens0, tokens1, g)
     }
     return sums;
 }
 
-/* Lines of the record ahead that each of the HEAD_DIM / 4 steps through the nibbles fetches: a burst would stall. */
-#define STEP_LINES ((RECORD_LINES + HEAD_DIM / 4 - 1) / (HEAD_DIM / 4))
+/* Lines of the record ahead that each of the HEAD_DIM / 8 steps through the nibbles fetches: a burst would stall. */
+#define STEP_LINES ((RECORD_LINES + HEAD_DIM / 8 - 1) / (HEAD_DIM / 8))
 #define FETCH_AHEAD(step)                                                                                                 \
     UNROLL for (int i_line = 0; i_line < STEP_LINES; i_line++)                                                            \
         if ((step) * STEP_LINES + i_line < RECORD_LINES)                                                                  \
@@ -203,35 +212,44 @@ static inline Sums dot_nibbles(const __global uchar *record, const __global ucha
     Sums sums = no_sums();
 
 #if N_GROUPS == 1
-    UNROLL for (int g = 0; g < HEAD_DIM / 8; g++)
+    UNROLL for (int g = 0; g < HEAD_DIM / 8; g++) {
+        int16 low[2], high[2];
+
+        FETCH_AHEAD(g)
         UNROLL for (int upper = 0; upper < 2; upper++) {
-            FETCH_AHEAD(2 * g + upper)
-            int16 word = load_codes(record + (g * 2 + upper) * 64), low = word & 0x0f0f0f0f, high = (word >> 4) & 0x0f0f0f0f;
+            int16 word = load_codes(record + (g * 2 + upper) * 64);
+
+            low[upper] = word & 0x0f0f0f0f;
+            high[upper] = (word >> 4) & 0x0f0f0f0f;
 #if K_BITS == 5
             const int high_plane = HEAD_DIM / 8 + g;
 
-            low |= fifth_bits(load_codes(record + K_HIGH + (g / 8 * 2 + upper) * 64), g);
-            high |= fifth_bits(load_codes(record + K_HIGH + (high_plane / 8 * 2 + upper) * 64), high_plane);
+            low[upper] |= fifth_bits(load_codes(record + K_HIGH + (g / 8 * 2 + upper) * 64), g);
+            high[upper] |= fifth_bits(load_codes(record + K_HIGH + (high_plane / 8 * 2 + upper) * 64), high_plane);
 #endif
-            DOT_COLUMNS(sums, low, upper, g)
-            DOT_COLUMNS(sums, high, upper, HEAD_DIM / 8 + g)
         }
+        DOT_COLUMNS(sums, low[0], low[1], g)
+        DOT_COLUMNS(sums, high[0], high[1], HEAD_DIM / 8 + g)
+    }
 #else
     const int is_high = group >= N_GROUPS / 2, first = group % (N_GROUPS / 2) * 16, plane0 = is_high * (HEAD_DIM / 8) + first;
 
     for (int g8 = 0; g8 < 16; g8 += 8)
-        UNROLL for (int i = 0; i < 8; i++)
+        UNROLL for (int i = 0; i < 8; i++) {
+            int16 codes[2];
+
+            if (!is_high)
+                FETCH_AHEAD(first + g8 + i)
             UNROLL for (int upper = 0; upper < 2; upper++) {
-                const int step = (plane0 + g8 + i) * 2 + upper;
                 int16 word = load_codes(record + ((first + g8 + i) * 2 + upper) * 64);
 
-                FETCH_AHEAD(step)
-                int16 codes = (is_high ? word >> 4 : word) & 0x0f0f0f0f;
+                codes[upper] = (is_high ? word >> 4 : word) & 0x0f0f0f0f;
 #if K_BITS == 5
-                codes |= fifth_bits(load_codes(record + K_HIGH + ((plane0 + g8) / 8 * 2 + upper) * 64), i);
+                codes[upper] |= fifth_bits(load_codes(record + K_HIGH + ((plane0 + g8) / 8 * 2 + upper) * 64), i);
 #endif
-                DOT_COLUMNS(sums, codes, upper, plane0 + g8 + i)
             }
+            DOT_COLUMNS(sums, codes[0], codes[1], plane0 + g8 + i)
+        }
 #endif
     return sums;
 }
@@ -407,12 +425,17 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
 #define V_DIMS 1
 #endif
 
-#define VALUE_COLUMNS(i, codes, t)                                                                                        \
-    UNROLL for (int c = 0; c < COLS; c++)                                                                      \
-    {                                                                                                                     \
-        DOT_VALUES(sums[i][c][0], codes, ((const int *)weights->part[side][c][0])[p * 8 + (t)]);                            \
-        DOT_VALUES(sums[i][c][1], codes, ((const int *)weights->part[side][c][1])[p * 8 + (t)]);                            \
-    }
+/* Tokens 4 t .. 4 t + 3 of all V_DIMS vectors. */
+#define VALUE_COLUMNS(codes, t)                                                                                           \
+    UNROLL for (int c = 0; c < COLS; c++)                                                                                 \
+        UNROLL for (int part = 0; part < 2; part++)                                                                       \
+        {                                                                                                                 \
+            int16 weight;                                                                                                 \
+                                                                                                                          \
+            SPREAD(weight, ((const int *)weights->part[side][c][part])[p * 8 + (t)]);                                     \
+            UNROLL for (int i = 0; i < V_DIMS; i++)                                                                       \
+                DOT_VALUES(sums[i][c][part], (codes)[i], weight);                                                         \
+        }
 
 /* Weighted values of dims 16 first .. 16 (first + V_DIMS) - 1. */
 static inline void block_values(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head, int first,
@@ -430,27 +453,28 @@ static inline void block_values(const __global Ref *ref, const __global uchar *p
         if (V_BITS == 8 || bytes) {
             const __global uchar *codes = (V_BITS == 8 ? record + V_OFFSET : bytes + K_BLOCK_BYTES + p * K_PAGE_BYTES) + first * 512;
 
-            UNROLL for (int t = 0; t < 8; t++)
-                UNROLL for (int i = 0; i < V_DIMS; i++) {
-                    int16 four = load_codes(codes + (i * 8 + t) * 64);
+            UNROLL for (int t = 0; t < 8; t++) {
+                int16 fours[V_DIMS];
 
-                    VALUE_COLUMNS(i, four, t)
-                }
+                UNROLL for (int i = 0; i < V_DIMS; i++)
+                    fours[i] = load_codes(codes + (i * 8 + t) * 64);
+                VALUE_COLUMNS(fours, t)
+            }
             continue;
         }
-        UNROLL for (int t = 0; t < 4; t++)
-            UNROLL for (int i = 0; i < V_DIMS; i++) {
-                int16 word = load_codes(record + V_OFFSET + ((first + i) * 4 + t) * 64);
-                int16 low = word & 0x0f0f0f0f, high = (word >> 4) & 0x0f0f0f0f;
-#if V_BITS == 5
-                int16 plane = load_codes(record + V_HIGH + (first + i) * 64);
+        UNROLL for (int t = 0; t < 8; t++) { /* low nibbles: tokens 0 to 15 */
+            int16 fours[V_DIMS];
 
-                low |= fifth_bits(plane, t);
-                high |= fifth_bits(plane, t + 4);
+            UNROLL for (int i = 0; i < V_DIMS; i++) {
+                int16 word = load_codes(record + V_OFFSET + ((first + i) * 4 + t % 4) * 64);
+
+                fours[i] = (t < 4 ? word : word >> 4) & 0x0f0f0f0f;
+#if V_BITS == 5
+                fours[i] |= fifth_bits(load_codes(record + V_HIGH + (first + i) * 64), t);
 #endif
-                VALUE_COLUMNS(i, low, t)
-                VALUE_COLUMNS(i, high, t + 4)
             }
+            VALUE_COLUMNS(fours, t)
+        }
     }
     UNROLL for (int i = 0; i < V_DIMS; i++)
         UNROLL for (int c = 0; c < COLS; c++) {
