@@ -60,7 +60,7 @@ static uint64_t tile_bytes(const OpsWeight *weight)
     return ((uint64_t)weight->n_cols + type->record_columns - 1) / type->record_columns * type->record_bytes;
 }
 
-/* ---- from linears to parts -------------------------------------------------------------------------------------------------- */
+/* ---- from linears to parts --------------------------------------------------------------------------------------- */
 
 static Part make_part(const OpsLinear *linear, uint32_t first, uint32_t n, uint32_t epilogue)
 {
@@ -124,7 +124,7 @@ static int check_linear(const Ops *ops, const OpsLinear *linear, uint32_t n_rows
     return 0;
 }
 
-/* ---- stages on x86 CPUs ------------------------------------------------------------------------------------------------------- */
+/* ---- stages on x86 CPUs ------------------------------------------------------------------------------------------ */
 
 enum { STAGES_N, STAGES_N_ROWS, STAGES_ACTS, STAGES_ACT_WORDS, STAGES_SYNC, STAGES_FIRST, STAGE_ARGUMENTS = 8 };
 
@@ -190,7 +190,7 @@ static int launch_stages(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_
     return r;
 }
 
-/* ---- prepared rows ------------------------------------------------------------------------------------------------------------- */
+/* ---- prepared rows ----------------------------------------------------------------------------------------------- */
 
 /* Devices other than x86 CPUs: a work-group for each row. */
 static int launch_prepare_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
@@ -273,7 +273,7 @@ int ops_linear_warm(Ops *ops, OpsKernels *kernels)
     return r;
 }
 
-/* ---- linears ------------------------------------------------------------------------------------------------------------------- */
+/* ---- linears ----------------------------------------------------------------------------------------------------- */
 
 static bool activations_are_alike(const Ops *ops, const OpsWeight *a, const OpsWeight *b)
 {

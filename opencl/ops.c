@@ -87,7 +87,7 @@ Ops *ops_free(Ops *ops)
     return NULL;
 }
 
-/* ---- embedding ------------------------------------------------------------------------------------------------------------- */
+/* ---- embedding --------------------------------------------------------------------------------------------------- */
 
 static int launch_embed(const Ops *ops, GpuKernel *kernel, const OpsWeight *table, float scale, const GpuBuffer *ids,
                         uint64_t ids_offset, uint32_t n_rows, const GpuBuffer *out)
@@ -115,7 +115,7 @@ static int launch_embed(const Ops *ops, GpuKernel *kernel, const OpsWeight *tabl
     return r;
 }
 
-/* ---- kernels ------------------------------------------------------------------------------------------------------------- */
+/* ---- kernels ----------------------------------------------------------------------------------------------------- */
 
 static bool is_float(WeightType type)
 {

@@ -79,7 +79,7 @@ int weight_device_bytes(const WeightTypeInfo *info, uint64_t n_rows, uint64_t n_
     return 0;
 }
 
-/* ---- one row of one record ----------------------------------------------------------------------------------------------- */
+/* ---- one row of one record --------------------------------------------------------------------------------------- */
 
 static void put_half(uint8_t *plane, size_t lane, uint16_t half)
 {
@@ -168,7 +168,7 @@ static void get_parts(const WeightTypeInfo *info, const Planes *planes, const ui
     ret->m = has_m(info, planes) ? get_half(record + planes->m, lane) : 0;
 }
 
-/* ---- whole matrices -------------------------------------------------------------------------------------------------------- */
+/* ---- whole matrices ---------------------------------------------------------------------------------------------- */
 
 static void pack_float_row(const WeightTypeInfo *info, const uint8_t *row, uint64_t n_cols, uint8_t *tile, size_t lane)
 {

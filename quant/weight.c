@@ -86,7 +86,7 @@ int weight_row_bytes(const WeightTypeInfo *info, uint64_t n_cols, uint64_t *ret)
     return 0;
 }
 
-/* ---- blocks taken apart ------------------------------------------------------------------------------------------------ */
+/* ---- blocks taken apart ------------------------------------------------------------------------------------------ */
 
 static uint16_t read_u16(const uint8_t *bytes)
 {
@@ -259,7 +259,7 @@ void weight_decode(const WeightTypeInfo *info, const void *blocks, float *ret, s
     }
 }
 
-/* ---- activations ------------------------------------------------------------------------------------------------------- */
+/* ---- activations ------------------------------------------------------------------------------------------------- */
 
 void weight_quantize_activations(const float *x, size_t n, int8_t *ret_codes, float *ret_scales, int32_t *ret_sum16)
 {

@@ -79,7 +79,7 @@ ALWAYS_INLINE void prefetch_record(const __global uchar *record, const uint byte
 #endif
 }
 
-/* ---- binary16 ------------------------------------------------------------------------------------------------------------ */
+/* ---- binary16 ---------------------------------------------------------------------------------------------------- */
 
 /* vload_half is a slow library call on PoCL; these are exact too, subnormals included. */
 #if LANES == 16
@@ -113,7 +113,7 @@ ALWAYS_INLINE VF half_lanes(const __global ushort *p)
 }
 #endif
 
-/* ---- integer products ------------------------------------------------------------------------------------------------------ */
+/* ---- integer products -------------------------------------------------------------------------------------------- */
 
 /*
  * acc + sum over v = 0..7 of codes[v] . a[v]: each 32-bit lane holds four unsigned codes <= MAX_CODE, each word of @a four
@@ -187,7 +187,7 @@ ALWAYS_INLINE VI dot_block(VI acc, const VU *codes, const __global int *a, const
 #endif
 }
 
-/* ---- float functions --------------------------------------------------------------------------------------------------------- */
+/* ---- float functions --------------------------------------------------------------------------------------------- */
 
 /* Sum and largest over the lanes of 16 or 8, in one fixed order. */
 #if LANES == 16

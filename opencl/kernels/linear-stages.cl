@@ -121,7 +121,7 @@ ALWAYS_INLINE bool run_stage(const Shape *shape, const Stage *stage, const uint 
 }
 
 __kernel WORK_GROUP void linear_stages(const uint n_stages, const uint n_rows, __global int *acts, const uint act_words,
-                                                     volatile __global uint *sync, STAGE_ARGUMENTS(0), STAGE_ARGUMENTS(1),
+                                       volatile __global uint *sync, STAGE_ARGUMENTS(0), STAGE_ARGUMENTS(1),
                                        STAGE_ARGUMENTS(2), STAGE_ARGUMENTS(3))
 {
     const Shape *shapes[STAGES] = {&shape0, &shape1, &shape2, &shape3};

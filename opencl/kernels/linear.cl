@@ -7,6 +7,8 @@
  *     fast    t = scale_a * (float)(integer dot product, zero points taken out);  y = fma(scale_w, t, y)
  *             then, with a minimum, y = fma(minimum, scale_a * sum_a, y);  Q6_K: two halves of 16 columns
  *     exact   even columns: y0 = fma(w, x, y0), odd: y1 likewise;  y = y0 + y1
+ *
+ *   -DROWS_AT_ONCE   rows that are multiplied at once: as many as the registers hold (8 with AVX-512, else 4)
  */
 
 #define EPILOGUE_STORE  0
@@ -15,12 +17,11 @@
 #define EPILOGUE_GATE   3 /* y = silu(y) * W x: second half of a SWIGLU whose weights have two types */
 #define EPILOGUE_NONE   4 /* no product: the stage prepares the activations of the next launch */
 
-/* Rows that are multiplied at once: as many as the registers hold. */
 #ifndef ROWS_AT_ONCE
 #define ROWS_AT_ONCE (LANES == 16 ? 8 : 4)
 #endif
 
-/* ---- one unit times some rows of one group ------------------------------------------------------------------------------- */
+/* ---- one unit times some rows of one group ----------------------------------------------------------------------- */
 
 #if FLOAT_ACTS
 
@@ -107,7 +108,7 @@ ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const u
 
 #endif
 
-/* ---- epilogues --------------------------------------------------------------------------------------------------------------- */
+/* ---- epilogues --------------------------------------------------------------------------------------------------- */
 
 /* One product of the pass: the rows of the weights, one after the other, make columns y_first, ... of y; with SWIGLU both
  * weights make the same columns.  Mirrors Shape in opencl/ops-linear.c. */

@@ -43,7 +43,7 @@ static void must(int r, const char *what, const ErrorDetail *detail)
     exit(EXIT_FAILURE);
 }
 
-/* ---- plain reading -------------------------------------------------------------------------------------------------------- */
+/* ---- plain reading ----------------------------------------------------------------------------------------------- */
 
 typedef struct Reader {
     const uint64_t *words;
@@ -81,7 +81,7 @@ static double read_usec(const void *memory, uint64_t bytes, uint32_t n_threads)
     return clock_usec(CLOCK_MONOTONIC) - start;
 }
 
-/* ---- the model's products ------------------------------------------------------------------------------------------------- */
+/* ---- the model's products ---------------------------------------------------------------------------------------- */
 
 typedef struct Bench {
     Gpu *gpu;

@@ -45,7 +45,7 @@ static float random_float(void)
     return (float)(random_u64() >> 40) * 0x1p-23f - 1.0f;
 }
 
-/* ---- fixture: a device, ops of both kinds, buffers that every case reuses ------------------------------------------------------ */
+/* ---- fixture: a device, ops of both kinds, buffers that every case reuses ---------------------------------------- */
 
 typedef struct Matrix {
     const WeightTypeInfo *type;
@@ -186,7 +186,7 @@ static OpsWeight weight_of(const Matrix *matrix)
     return (OpsWeight){matrix->type, matrix->buffer, matrix->offset, matrix->n_rows, matrix->n_cols};
 }
 
-/* ---- the reference --------------------------------------------------------------------------------------------------------------- */
+/* ---- the reference ----------------------------------------------------------------------------------------------- */
 
 static bool is_float(const WeightTypeInfo *type)
 {
@@ -282,7 +282,7 @@ static bool same(float a, float b)
     return a == b || (isnan(a) && isnan(b));
 }
 
-/* ---- plain products ---------------------------------------------------------------------------------------------------------------- */
+/* ---- plain products ---------------------------------------------------------------------------------------------- */
 
 typedef enum Input { INPUT_RANDOM, INPUT_EXTREME, INPUT_X_MAX } Input;
 
@@ -390,7 +390,7 @@ static void linear_keeps_a_bad_row_to_itself(void **state)
     matrix_clear(&matrix);
 }
 
-/* ---- prologue and epilogues ----------------------------------------------------------------------------------------------------------- */
+/* ---- prologue and epilogues -------------------------------------------------------------------------------------- */
 
 typedef struct Fused {
     uint32_t types[3], rows[3], n_weights, n_cols;
@@ -498,7 +498,7 @@ static void linear_fuses_norm_gather_and_epilogues(void **state)
         }
 }
 
-/* ---- a row alone, a row in company, linears in a chain ---------------------------------------------------------------------------------- */
+/* ---- a row alone, a row in company, linears in a chain ----------------------------------------------------------- */
 
 #define LAYER_EMBD 96
 #define LAYER_FF   256
@@ -507,11 +507,10 @@ static void linear_fuses_norm_gather_and_epilogues(void **state)
 static void run_layer(Fixture *fixture, bool exact, const Matrix *matrices, uint32_t n_rows, bool chained, const float *x,
                       const float *before, float *ret)
 {
-    uint32_t x_bytes = n_rows * LAYER_EMBD * sizeof(float), h_offset = 0;
+    uint32_t x_bytes = n_rows * LAYER_EMBD * sizeof(float);
     _cleanup_(gpu_buffer_freep) GpuBuffer *hidden = NULL, *wide = NULL;
     OpsLinear linears[4];
 
-    (void)h_offset;
     assert_int_equal(gpu_buffer_new(fixture->gpu, GPU_PURPOSE_ACTIVATIONS, x_bytes, &hidden, NULL), 0);
     assert_int_equal(gpu_buffer_new(fixture->gpu, GPU_PURPOSE_ACTIVATIONS, n_rows * LAYER_FF * sizeof(float), &wide, NULL), 0);
     linears[0] = (OpsLinear){.x = fixture->x, .weights = {weight_of(&matrices[0])}, .n_weights = 1,
