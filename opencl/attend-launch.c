@@ -103,8 +103,8 @@ int attend_pack(Attend *attend, const AttendPass *pass, const AttendLayer *layer
     pass_part(&a, layer->calibration, layer->calibration_offset);
     pass_buffer(&a, attend->page_angles);
     pass_buffer(&a, attend->places);
-    pass_bytes(&a, kv_search_factors(form->k_bits), KV_N_FACTORS * sizeof(float));
-    pass_bytes(&a, kv_search_factors(form->v_bits), KV_N_FACTORS * sizeof(float));
+    pass_bytes(&a, kv_search(form->k_bits), KV_SEARCH_FLOATS * sizeof(float));
+    pass_bytes(&a, kv_search(form->v_bits), KV_SEARCH_FLOATS * sizeof(float));
     pass_buffer(&a, fresh);
     if (a.r)
         return error_trace(a.r);

@@ -9,11 +9,13 @@
 #include "quant/base/checked.h"
 #include "quant/base/half.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
 #define MAX_HEAD_DIM  256
 #define N_REFINEMENTS 2
+#define OFFSET_BITS   15u /* of a scale's f16, kv-codec.h */
 #define SQRT_HALF     0.70710678118654752440f
 
 /* reciprocal(): a first guess within 13 % from the exponent, then Newton steps to full precision. */
@@ -162,73 +164,124 @@ static float reciprocal(float x)
     return y;
 }
 
-/* To f16 and back; at most the largest finite half, never NaN or negative. */
-static float scale_round(float scale)
+/* A group's scale and offset in quarter steps; both exact in what is stored. */
+typedef struct Scale {
+    float step, offset;
+} Scale;
+
+/* The f16 with four bits to spare that is nearest to @step; never NaN, negative or infinite. */
+static uint16_t step_bits(float step)
 {
-    scale = scale > 0.0f ? scale : 0.0f;
-    scale = scale < 65504.0f ? scale : 65504.0f;
-    return float_from_half(half_from_float(scale));
+    step = step > 0.0f ? step : 0.0f;
+    step = step < 65024.0f ? step : 65024.0f;
+    return (uint16_t)((half_from_float(step) + 8u) & ~OFFSET_BITS);
 }
 
-static int level_code(float x, float inverse, int bits)
+static float step_round(float step)
 {
-    float top = (float)((1 << bits) - 1), t = fmaf(x, inverse, (float)(1 << (bits - 1)));
+    return float_from_half(step_bits(step));
+}
+
+static float offset_clamp(float quarters)
+{
+    quarters = quarters > -8.0f ? quarters : -8.0f; /* NaN too */
+    return quarters < 7.0f ? quarters : 7.0f;
+}
+
+static float step_inverse(float step)
+{
+    return reciprocal(step > 0.0f ? step : 1.0f);
+}
+
+static int level_code(float x, float inverse, float offset, int bits)
+{
+    float top = (float)((1 << bits) - 1), t = fmaf(x, inverse, (float)(1 << (bits - 1)) - 0.25f * offset);
 
     t = t > 0.0f ? t : 0.0f; /* NaN too */
     t = t < top ? t : top;
     return (int)t;
 }
 
-typedef struct Fit {
-    float scale, error;
-    float cross, square; /* <x, level>, <level, level>: their ratio is the best scale for these codes */
-} Fit;
-
-static Fit fit_scale(const float *x, uint32_t n, int bits, float scale)
+static float squared_error(const float *x, uint32_t n, int bits, Scale scale)
 {
-    Fit fit = {.scale = scale};
-    float inverse = reciprocal(scale > 0.0f ? scale : 1.0f), half = 0.5f * (float)((1 << bits) - 1);
+    float inverse = step_inverse(scale.step), middle = 0.5f * (float)((1 << bits) - 1) - 0.25f * scale.offset, error = 0.0f;
 
     for (uint32_t i = 0; i < n; i++) {
-        float level = (float)level_code(x[i], inverse, bits) - half, difference = fmaf(-level, scale, x[i]);
+        float level = (float)level_code(x[i], inverse, scale.offset, bits) - middle, difference = fmaf(-level, scale.step, x[i]);
 
-        fit.error = fmaf(difference, difference, fit.error);
-        fit.cross = fmaf(x[i], level, fit.cross);
-        fit.square = fmaf(level, level, fit.square);
+        error = fmaf(difference, difference, error);
     }
-    return fit;
+    return error;
 }
 
-/* Measured on groups of 64 Gaussian values: with these and two refinements the squared error is 0.3 % (4 bits), 1 % (5) and 5 % (8)
- * above a search in steps of a quarter per cent. */
-const float *kv_search_factors(uint8_t bits)
+/* Measured on groups of 64 Gaussian values against a full search (16 offsets, 100 scales): squared error 2 % (4 bits) and 4 % (5) above. */
+const float *kv_search(uint8_t bits)
 {
-    static const float four[KV_N_FACTORS] = {1.04f, 1.0f, 0.965f, 0.935f, 0.905f, 0.87f, 0.82f, 0.74f};
-    static const float five[KV_N_FACTORS] = {1.07f, 1.04f, 1.01f, 0.99f, 0.97f, 0.95f, 0.92f, 0.85f};
-    static const float eight[KV_N_FACTORS] = {1.06f, 1.03f, 1.015f, 1.008f, 1.003f, 1.0f, 0.995f, 0.985f};
+    static const float four[KV_SEARCH_FLOATS] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.74f, 0.02f};
+    static const float five[KV_SEARCH_FLOATS] = {1.0f, 0.97f, 0.94f, 0.91f, 0.88f, 0.84f, 0.015f};
+    static const float eight[KV_SEARCH_FLOATS] = {1.0f, 0.998f, 0.994f, 0.99f, 1.003f, 1.01f, 0.003f};
 
     return bits == 4 ? four : bits == 5 ? five : eight;
 }
 
-/* Least squared error over a few fractions of the largest magnitude, then the codes' own best scale, twice. */
-static float search_scale(const float *x, uint32_t n, int bits)
+typedef struct Search {
+    const float *x;
+    uint32_t n;
+    int bits;
+    Scale best;
+    float error; /* of the best */
+} Search;
+
+static void search_try(Search *search, Scale scale)
 {
-    const float *factors = kv_search_factors((uint8_t)bits);
-    float largest = 0.0f, base;
-    Fit best;
+    float error = squared_error(search->x, search->n, search->bits, scale);
 
-    for (uint32_t i = 0; i < n; i++)
-        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-    base = largest * (2.0f / (float)((1 << bits) - 1));
-    best = fit_scale(x, n, bits, scale_round(base * factors[0]));
-    for (int i = 1; i < KV_N_FACTORS + N_REFINEMENTS; i++) {
-        float scale = i < KV_N_FACTORS ? base * factors[i] : best.cross * reciprocal(best.square);
-        Fit fit = fit_scale(x, n, bits, scale_round(scale));
-
-        if (fit.error < best.error)
-            best = fit;
+    if (error < search->error) {
+        search->error = error;
+        search->best = scale;
     }
-    return best.scale;
+}
+
+/* Neighbours of the best: two offsets and two steps either way, twice. */
+static void search_refine(Search *search, float relative_step)
+{
+    static const float moves[] = {-2.0f, -1.0f, 1.0f, 2.0f};
+
+    for (int round = 0; round < N_REFINEMENTS; round++) {
+        Scale from = search->best;
+
+        for (int i = 0; i < 4; i++)
+            search_try(search, (Scale){from.step, offset_clamp(from.offset + moves[i])});
+        from = search->best;
+        for (int i = 0; i < 4; i++)
+            search_try(search, (Scale){step_round(from.step * fmaf(moves[i], relative_step, 1.0f)), from.offset});
+    }
+}
+
+static Scale search_scale(const float *x, uint32_t n, int bits)
+{
+    Search search = {.x = x, .n = n, .bits = bits, .error = INFINITY};
+    float low = FLT_MAX, high = -FLT_MAX, largest = 0.0f, cover, covered, top = (float)((1 << bits) - 1);
+    const float *factors = kv_search((uint8_t)bits);
+
+    for (uint32_t i = 0; i < n; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    }
+    /* The range must fit, and its far end within reach of the offset: 7 / 4 steps. */
+    cover = (high - low) * (1.0f / top);
+    covered = largest * (1.0f / (0.5f * top + 1.75f));
+    cover = cover > covered ? cover : covered;
+    search.best = (Scale){step_round(cover), 0.0f};
+    for (int i = 0; i < KV_N_FACTORS; i++) {
+        float step = step_round(cover * factors[i]);
+        float quarters = offset_clamp((high + low) * step_inverse(step) * 2.0f);
+
+        search_try(&search, (Scale){step, (quarters + 12582912.0f) - 12582912.0f}); /* 1.5 * 2^23: to the nearest integer */
+    }
+    search_refine(&search, factors[KV_SEARCH_STEP]);
+    return search.best;
 }
 
 /* ---- places of codes in a record ------------------------------------------------------------------------------------------ */
@@ -319,13 +372,14 @@ static void pack_side(uint8_t *record, const KvLayout *layout, const KvShape *sh
     kv_hadamard(x, shape->head_dim);
     for (uint32_t group = 0; group < layout->n_groups; group++) {
         uint32_t first = group * KV_GROUP_DIMS, n = MIN(shape->head_dim - first, (uint32_t)KV_GROUP_DIMS);
-        float scale = search_scale(x + first, n, bits), inverse = reciprocal(scale > 0.0f ? scale : 1.0f);
-        uint16_t half = half_from_float(scale);
+        Scale scale = search_scale(x + first, n, bits);
+        float inverse = step_inverse(scale.step);
+        uint16_t half = (uint16_t)(step_bits(scale.step) | (uint16_t)(int)(scale.offset + 8.0f));
 
         for (uint32_t dim = first; dim < first + n; dim++) {
             Place place = is_key ? k_place(layout, shape->head_dim, bits, token, dim) : v_place(layout, bits, token, dim);
 
-            code_put(record, place, bits, level_code(x[dim], inverse, bits));
+            code_put(record, place, bits, level_code(x[dim], inverse, scale.offset, bits));
         }
         memcpy(record + scale_offset + (group * KV_PAGE_TOKENS + token) * sizeof(half), &half, sizeof(half));
     }
@@ -404,9 +458,12 @@ void kv_pack_page(KvForm form, const KvShape *shape, const KvCalibration *calibr
 static float decode(const uint8_t *record, uint32_t scale_offset, Place place, int bits, uint32_t token, uint32_t dim)
 {
     uint16_t scale;
+    float level;
 
     memcpy(&scale, record + scale_offset + (dim / KV_GROUP_DIMS * KV_PAGE_TOKENS + token) * sizeof(scale), sizeof(scale));
-    return ((float)code_get(record, place, bits) - 0.5f * (float)((1 << bits) - 1)) * float_from_half(scale);
+    level = (float)code_get(record, place, bits) - 0.5f * (float)((1 << bits) - 1);
+    level += 0.25f * (float)((int)(scale & OFFSET_BITS) - 8);
+    return level * float_from_half((uint16_t)(scale & ~OFFSET_BITS));
 }
 
 void kv_unpack_page(KvForm form, const KvShape *shape, const void *page, uint32_t kv_head, float *ret_k, float *ret_v)

@@ -9,8 +9,9 @@
  * Form `leat` (K and V bits apart, 8, 5 or 4), the recipe measured in the project's README:
  *   k' = H (k - R_j m),  v' = H (v - u)    m: calibrated mean key before RoPE; u: mean value; R_j: rotation of position j;
  *                                          H: orthonormal Hadamard, in blocks for head sizes that are no power of two
- *   per token, head and group of up to 64 dims: code c in 0..2^b-1 stands for s * (c - (2^b - 1) / 2), with the f16 scale s
- *   searched for the least squared error.
+ *   per token, head and group of up to 64 dims: code c in 0..2^b-1 stands for s * (c - (2^b - 1) / 2 + z / 4), with scale s and offset
+ *   z searched together for the least squared error.  They share 16 bits: s is an f16 whose low four bits are zero, and there lies
+ *   z + 8, -8 <= z <= 7.  At 4 bits this has 8 % less squared error on Gaussian groups of 64 than 16 Lloyd-Max levels with an f16 scale.
  * Forms `f16` and `f32` keep the values as they are (in the kernels' layout).
  *
  * What attention computes from it (exactly, for the decoded values):
@@ -73,9 +74,12 @@ double kv_true_bits(KvForm form, const KvShape *shape, uint32_t n_tokens, uint32
 /* In place, orthonormal Hadamard of each power-of-two block (64 + 16 for 80); its own inverse. */
 void kv_hadamard(float *x, uint32_t n);
 
-/* Fractions of (largest magnitude / highest level) that the search for a scale tries first; the packing kernel gets them as an argument. */
-#define KV_N_FACTORS 8
-const float *kv_search_factors(uint8_t bits);
+/* What the search for scale and offset tries, per bits; the packing kernel gets it as an argument.  [0, KV_N_FACTORS): fractions of the
+ * scale that just covers the group; [KV_SEARCH_STEP]: relative step of the refinement. */
+#define KV_N_FACTORS     6
+#define KV_SEARCH_STEP   6
+#define KV_SEARCH_FLOATS 8
+const float *kv_search(uint8_t bits);
 
 /* C reference of packing: k, v: (KV_PAGE_TOKENS, n_kv_heads, head_dim), k already rotated by RoPE with @rope: (KV_PAGE_TOKENS,
  * rotary_dim / 2, 2) cos and sin of the page's positions.  @calibration may be NULL (means zero). */

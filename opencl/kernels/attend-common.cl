@@ -198,6 +198,33 @@ static inline void half_store(vfloat x, __global uchar *base, size_t index)
 #endif
 }
 
+#if LEAT
+/* Scales of W tokens: what a step of the code is worth, and the offset in steps (quant/kv-codec.h). */
+typedef struct { vfloat step, offset; } Scale;
+
+static inline Scale scale_load(const __global uchar *base, size_t index)
+{
+    Scale scale;
+
+#if W == 16 && defined(__AVX512F__)
+    short16 bits = vload16(0, (const __global short *)base + index);
+    Float16 zero = __builtin_astype((float16)(0.0f), Float16);
+    scale.step = __builtin_astype(
+        __builtin_ia32_vcvtph2ps512_mask(__builtin_astype(bits & (short)~15, Short16), zero, (ushort)-1, 4), float16);
+    scale.offset = convert_float16(convert_int16(bits & (short)15) - 8) * 0.25f;
+#else
+#if W == 16
+    vuint bits = convert_uint16(vload16(0, (const __global ushort *)base + index)), step = bits & 0xfff0u;
+#else
+    vuint bits = ((const __global ushort *)base)[index], step = bits & 0xfff0u;
+#endif
+    scale.step = step < 0x400u ? TO_VFLOAT(AS_VINT(step)) * 0x1p-24f : AS_VFLOAT((step << 13) + 0x38000000u);
+    scale.offset = TO_VFLOAT(AS_VINT(bits & 15u) - 8) * 0.25f;
+#endif
+    return scale;
+}
+#endif
+
 /* Elements of `new` and of the tail. */
 #define TAIL_BYTES (TAIL_BITS / 8)
 static inline vfloat tail_load(const __global uchar *base, size_t index)

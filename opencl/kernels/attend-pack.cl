@@ -45,8 +45,6 @@ static inline void pack_read(const __global Pack *pack, int v, int kv_head, bool
 
 #if LEAT
 
-typedef struct { vfloat scale, error, cross_sum, square_sum; } Fit;
-
 static inline vfloat reciprocal(vfloat x)
 {
     vfloat y = AS_VFLOAT((vuint)(0x7ef311c7u) - AS_VUINT(x));
@@ -56,73 +54,112 @@ static inline vfloat reciprocal(vfloat x)
     return y;
 }
 
-/* The bits of a scale as f16, 0 <= scale <= 65504, and back. */
-static inline vuint scale_bits(vfloat scale)
+static inline vfloat step_inverse(vfloat step)
 {
-    vuint bits = AS_VUINT(scale), rounded = bits + 0xfffu + ((bits >> 13) & 1u);
-
-    return bits < 0x38800000u ? AS_VUINT(scale + 0.5f) - 0x3f000000u : (rounded - 0x38000000u) >> 13;
+    return reciprocal(step > 0.0f ? step : (vfloat)(1.0f));
 }
 
-static inline vfloat scale_round(vfloat scale)
+static inline vuint step_bits(vfloat step)
 {
-    scale = scale > 0.0f ? scale : (vfloat)(0.0f);
-    scale = scale < 65504.0f ? scale : (vfloat)(65504.0f);
-    vuint bits = scale_bits(scale);
+    vuint bits, rounded;
+
+    step = step > 0.0f ? step : (vfloat)(0.0f);
+    step = step < 65024.0f ? step : (vfloat)(65024.0f);
+    bits = AS_VUINT(step);
+    rounded = bits + 0xfffu + ((bits >> 13) & 1u);
+    bits = bits < 0x38800000u ? AS_VUINT(step + 0.5f) - 0x3f000000u : (rounded - 0x38000000u) >> 13;
+    return (bits + 8u) & ~15u;
+}
+
+static inline vfloat step_round(vfloat step)
+{
+    vuint bits = step_bits(step);
+
     return bits < 0x400u ? TO_VFLOAT(AS_VINT(bits)) * 0x1p-24f : AS_VFLOAT((bits << 13) + 0x38000000u);
 }
 
-static inline vint level_codes(vfloat x, vfloat inverse, int bits)
+static inline vfloat offset_clamp(vfloat quarters)
+{
+    quarters = quarters > -8.0f ? quarters : (vfloat)(-8.0f);
+    return quarters < 7.0f ? quarters : (vfloat)(7.0f);
+}
+
+static inline vint level_codes(vfloat x, vfloat inverse, vfloat quarters, int bits)
 {
     const float top = (float)((1 << bits) - 1);
-    vfloat t = fma(x, inverse, (vfloat)((float)(1 << (bits - 1))));
+    vfloat t = fma(x, inverse, (float)(1 << (bits - 1)) - 0.25f * quarters);
 
     t = t > 0.0f ? t : (vfloat)(0.0f);
     t = t < top ? t : (vfloat)(top);
     return TO_VINT(t);
 }
 
-static inline vfloat scale_inverse(vfloat scale)
-{
-    return reciprocal(scale > 0.0f ? scale : (vfloat)(1.0f));
-}
+/* Here offset is in quarter steps. */
+typedef struct {
+    const vfloat *x;
+    int n, bits;
+    vfloat step, quarters, error; /* the best */
+} Search;
 
-static inline Fit fit_scale(const vfloat *x, int n, int bits, vfloat scale)
+static inline void search_try(Search *search, vfloat step, vfloat quarters)
 {
-    const float half_top = 0.5f * (float)((1 << bits) - 1);
-    vfloat inverse = scale_inverse(scale), error = 0.0f, cross_sum = 0.0f, square_sum = 0.0f;
+    const float half_top = 0.5f * (float)((1 << search->bits) - 1);
+    vfloat inverse = step_inverse(step), middle = half_top - 0.25f * quarters, error = 0.0f;
 
-    for (int i = 0; i < n; i++) {
-        vfloat level = TO_VFLOAT(level_codes(x[i], inverse, bits)) - half_top, difference = fma(-level, scale, x[i]);
+    for (int i = 0; i < search->n; i++) {
+        vfloat level = TO_VFLOAT(level_codes(search->x[i], inverse, quarters, search->bits)) - middle;
+        vfloat difference = fma(-level, step, search->x[i]);
 
         error = fma(difference, difference, error);
-        cross_sum = fma(x[i], level, cross_sum);
-        square_sum = fma(level, level, square_sum);
     }
-    return (Fit){scale, error, cross_sum, square_sum};
+    search->step = error < search->error ? step : search->step;
+    search->quarters = error < search->error ? quarters : search->quarters;
+    search->error = error < search->error ? error : search->error;
 }
 
-static inline vfloat search_scale(const vfloat *x, int n, int bits, float8 factors)
+static inline void search_refine(Search *search, float relative_step)
 {
-    vfloat largest = 0.0f, base;
+    const float moves[4] = {-2.0f, -1.0f, 1.0f, 2.0f};
+
+    for (int round = 0; round < 2; round++) {
+        vfloat step = search->step, quarters = search->quarters;
+
+        for (int i = 0; i < 4; i++)
+            search_try(search, step, offset_clamp(quarters + moves[i]));
+        step = search->step;
+        quarters = search->quarters;
+        for (int i = 0; i < 4; i++)
+            search_try(search, step_round(step * fma(moves[i], relative_step, 1.0f)), quarters);
+    }
+}
+
+static inline Search search_scale(const vfloat *x, int n, int bits, float8 factors)
+{
+    const float top = (float)((1 << bits) - 1);
+    vfloat low = FLT_MAX, high = -FLT_MAX, largest = 0.0f, cover, covered;
+    Search search = {x, n, bits};
     float factor[8];
-    Fit best;
 
     vstore8(factors, 0, factor);
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < n; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
         largest = fabs(x[i]) > largest ? fabs(x[i]) : largest;
-    base = largest * (2.0f / (float)((1 << bits) - 1));
-    best = fit_scale(x, n, bits, scale_round(base * factor[0]));
-    for (int i = 1; i < 8 + 2; i++) {
-        vfloat scale = i < 8 ? base * factor[i & 7] : best.cross_sum * reciprocal(best.square_sum);
-        Fit fit = fit_scale(x, n, bits, scale_round(scale));
-
-        best.scale = fit.error < best.error ? fit.scale : best.scale;
-        best.cross_sum = fit.error < best.error ? fit.cross_sum : best.cross_sum;
-        best.square_sum = fit.error < best.error ? fit.square_sum : best.square_sum;
-        best.error = fit.error < best.error ? fit.error : best.error;
     }
-    return best.scale;
+    cover = (high - low) * (1.0f / top);
+    covered = largest * (1.0f / (0.5f * top + 1.75f));
+    cover = cover > covered ? cover : covered;
+    search.step = step_round(cover);
+    search.quarters = 0.0f;
+    search.error = INFINITY;
+    for (int i = 0; i < 6; i++) {
+        vfloat step = step_round(cover * factor[i]);
+        vfloat quarters = offset_clamp((high + low) * step_inverse(step) * 2.0f);
+
+        search_try(&search, step, (quarters + 12582912.0f) - 12582912.0f);
+    }
+    search_refine(&search, factor[6]);
+    return search;
 }
 
 /* kv_hadamard() over the dims of W tokens. */
@@ -162,48 +199,59 @@ static inline void subtract_turned_mean(vfloat x[HEAD_DIM], int v, const __globa
         x[d] -= mean[d];
 }
 
-/* Scales of all groups of W tokens, stored, and their inverses. */
-static inline void pack_scales(const vfloat x[HEAD_DIM], int v, int bits, float8 factors, __global ushort *scales,
-                               vfloat inverse[N_GROUPS])
-{
-    for (int group = 0; group < N_GROUPS; group++) {
-        vfloat scale = search_scale(x + group * GROUP_DIMS, min(GROUP_DIMS, HEAD_DIM - group * GROUP_DIMS), bits, factors);
-        vuint half_bits = scale_bits(scale);
+/* What codes are made with: 1 / step, and the offset in quarter steps. */
+typedef struct { vfloat inverse[N_GROUPS], quarters[N_GROUPS]; } Coder;
 
-        inverse[group] = scale_inverse(scale);
+/* Scales of all groups of W tokens, stored. */
+static inline Coder pack_scales(const vfloat x[HEAD_DIM], int v, int bits, float8 factors, __global ushort *scales)
+{
+    Coder coder;
+
+    for (int group = 0; group < N_GROUPS; group++) {
+        Search best = search_scale(x + group * GROUP_DIMS, min(GROUP_DIMS, HEAD_DIM - group * GROUP_DIMS), bits, factors);
+        vuint half_bits = step_bits(best.step) | AS_VUINT(TO_VINT(best.quarters + 8.0f));
+
+        coder.inverse[group] = step_inverse(best.step);
+        coder.quarters[group] = best.quarters;
 #if W == 16
         vstore16(convert_ushort16(half_bits), 0, scales + group * PAGE_TOKENS + v * W);
 #else
         scales[group * PAGE_TOKENS + v] = (ushort)half_bits;
 #endif
     }
+    return coder;
+}
+
+static inline vint code_of(const vfloat x[HEAD_DIM], const Coder *coder, int d, int bits)
+{
+    return level_codes(x[d], coder->inverse[d / GROUP_DIMS], coder->quarters[d / GROUP_DIMS], bits);
 }
 
 /* Four codes of dims d .. d + 3, a byte each. */
-static inline vuint four_codes(const vfloat x[HEAD_DIM], const vfloat inverse[N_GROUPS], int d, int bits)
+static inline vuint four_codes(const vfloat x[HEAD_DIM], const Coder *coder, int d, int bits)
 {
     vuint word = 0;
 
     for (int e = 0; e < 4; e++)
-        word |= AS_VUINT(level_codes(x[d + e], inverse[d / GROUP_DIMS], bits)) << (8 * e);
+        word |= AS_VUINT(code_of(x, coder, d + e, bits)) << (8 * e);
     return word;
 }
 
-static inline void pack_keys(const vfloat x[HEAD_DIM], const vfloat inverse[N_GROUPS], int v, __global uchar *record)
+static inline void pack_keys(const vfloat x[HEAD_DIM], const Coder *coder, int v, __global uchar *record)
 {
     __global uint *words = (__global uint *)record;
     const int token = v * W, place = token / 16 * 16 + token % 16;
 
 #if K_BITS == 8
     for (int g = 0; g < HEAD_DIM / 4; g++)
-        VSTORE(four_codes(x, inverse, 4 * g, 8), words + g * 32 + place);
+        VSTORE(four_codes(x, coder, 4 * g, 8), words + g * 32 + place);
 #else
     vuint planes[K_PLANES];
 
     for (int p = 0; p < K_PLANES; p++)
         planes[p] = 0;
     for (int g = 0; g < HEAD_DIM / 8; g++) {
-        vuint low = four_codes(x, inverse, 4 * g, K_BITS), high = four_codes(x, inverse, HEAD_DIM / 2 + 4 * g, K_BITS);
+        vuint low = four_codes(x, coder, 4 * g, K_BITS), high = four_codes(x, coder, HEAD_DIM / 2 + 4 * g, K_BITS);
         const int low_plane = g, high_plane = HEAD_DIM / 8 + g;
 
         VSTORE((low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4, words + g * 32 + place);
@@ -244,10 +292,10 @@ static inline void pack_values(const SHARED uchar *codes, __global uchar *record
 #endif
 }
 
-static inline void pack_value_codes(const vfloat x[HEAD_DIM], const vfloat inverse[N_GROUPS], int v, SHARED uchar *codes)
+static inline void pack_value_codes(const vfloat x[HEAD_DIM], const Coder *coder, int v, SHARED uchar *codes)
 {
     for (int d = 0; d < HEAD_DIM; d++) {
-        vint code = level_codes(x[d], inverse[d / GROUP_DIMS], V_BITS);
+        vint code = code_of(x, coder, d, V_BITS);
 #if W == 16
         vstore16(convert_uchar16(code), 0, codes + d * PAGE_TOKENS + v * W);
 #else
@@ -262,7 +310,8 @@ static inline void pack_vector(const __global Pack *pack, int v, int kv_head, bo
                                const __global float *places, float8 k_factors, float8 v_factors, SHARED uchar *codes,
                                __global uchar *record)
 {
-    vfloat x[HEAD_DIM], inverse[N_GROUPS];
+    vfloat x[HEAD_DIM];
+    Coder coder;
 
     pack_read(pack, v, kv_head, is_key, kept, n_rows, tail, x);
     if (is_key) {
@@ -272,12 +321,12 @@ static inline void pack_vector(const __global Pack *pack, int v, int kv_head, bo
             x[d] -= means[(N_KV + kv_head) * HEAD_DIM + d];
     }
     hadamard_tokens(x);
-    pack_scales(x, v, is_key ? K_BITS : V_BITS, is_key ? k_factors : v_factors,
-                (__global ushort *)(record + (is_key ? K_SCALE : V_SCALE)), inverse);
+    coder = pack_scales(x, v, is_key ? K_BITS : V_BITS, is_key ? k_factors : v_factors,
+                        (__global ushort *)(record + (is_key ? K_SCALE : V_SCALE)));
     if (is_key)
-        pack_keys(x, inverse, v, record);
+        pack_keys(x, &coder, v, record);
     else
-        pack_value_codes(x, inverse, v, codes);
+        pack_value_codes(x, &coder, v, codes);
 }
 
 #else

@@ -254,27 +254,31 @@ static inline Sums dot_nibbles(const __global uchar *record, const __global ucha
     return sums;
 }
 
-/* Adds one group's exact sums to the scores: 2 (code - K_TOP / 2) q = 2 code q - K_TOP q. */
+/* Adds one group's exact sums to the scores: 2 (code - K_TOP / 2) q = 2 code q - K_TOP q, and the offset times the sum of q. */
 static inline void add_scores(const Sums *sums, const __global uchar *record, int group, const Columns *columns, float16 score[COLS][2])
 {
     UNROLL for (int upper = 0; upper < 2; upper++) {
-        float16 scale = half_load(record + K_SCALE, group * PAGE_TOKENS + upper * 16) * 0.5f;
+        const Scale scale = scale_load(record + K_SCALE, group * PAGE_TOKENS + upper * 16);
+        const float16 half_step = scale.step * 0.5f, offset = scale.step * scale.offset;
 
         UNROLL for (int c = 0; c < COLS; c++) {
-            int16 twice = ((sums->part[c][upper][0] << 7) + sums->part[c][upper][1]) * 2 - K_TOP * as_int(columns->operand[c][OP_SUM + group]);
+            const int sum = as_int(columns->operand[c][OP_SUM + group]);
+            const float unit = columns->operand[c][OP_SCALE + group];
+            int16 twice = ((sums->part[c][upper][0] << 7) + sums->part[c][upper][1]) * 2 - K_TOP * sum;
 
-            score[c][upper] = fma(convert_float16(twice), scale * columns->operand[c][OP_SCALE + group], score[c][upper]);
+            score[c][upper] = fma(convert_float16(twice), half_step * unit, score[c][upper]);
+            score[c][upper] = fma(offset, (float16)((float)sum * unit), score[c][upper]);
         }
     }
 }
 
-/* 1 + the exponent of each token's largest V scale, at least that of f16's smallest number. */
+/* 1 + the exponent of each token's largest V step, at least that of f16's smallest number. */
 static inline float16 value_exponent(const __global uchar *record, int upper)
 {
-    float16 scale = half_load(record + V_SCALE, upper * 16);
+    float16 scale = scale_load(record + V_SCALE, upper * 16).step;
 
     for (int side = 1; side < N_GROUPS; side++)
-        scale = largest_of(scale, half_load(record + V_SCALE, side * PAGE_TOKENS + upper * 16));
+        scale = largest_of(scale, scale_load(record + V_SCALE, side * PAGE_TOKENS + upper * 16).step);
     return largest_of(convert_float16((as_int16(scale) >> 23) - 126), (float16)(-23.0f));
 }
 
@@ -377,6 +381,7 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
 typedef struct {
     char part[N_GROUPS][COLS][2][BLOCK_TOKENS]; /* high, low */
     int sum[N_GROUPS][COLS];
+    float offset[N_GROUPS][COLS]; /* sums of weight times 2 offsets */
 } Weights;
 
 /* Codes of weight times V scale; returns the sum of the weights alone. */
@@ -385,9 +390,12 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
 {
     float16 l = 0.0f;
     int16 sum[N_GROUPS];
+    float16 offset[N_GROUPS];
 
-    UNROLL for (int side = 0; side < N_GROUPS; side++)
+    UNROLL for (int side = 0; side < N_GROUPS; side++) {
         sum[side] = 0;
+        offset[side] = 0.0f;
+    }
     for (int p = 0; p < ref->n_pages; p++) {
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
@@ -397,10 +405,11 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
 
             l += weight;
             UNROLL for (int side = 0; side < N_GROUPS; side++) {
-                float16 scale = half_load(record + V_SCALE, side * PAGE_TOKENS + upper * 16) * (float)WEIGHT_TOP;
-                int16 code = round_to_int(weight * scale);
+                const Scale scale = scale_load(record + V_SCALE, side * PAGE_TOKENS + upper * 16);
+                int16 code = round_to_int(weight * (scale.step * (float)WEIGHT_TOP));
 
                 sum[side] += code;
+                offset[side] = fma(convert_float16(code), scale.offset * 2.0f, offset[side]);
                 store_bytes(code >> WEIGHT_SHIFT, &weights->part[side][c][0][at]);
                 store_bytes(code & ((1 << WEIGHT_SHIFT) - 1), &weights->part[side][c][1][at]);
             }
@@ -412,6 +421,7 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
         int2 d = b.lo + b.hi;
 
         weights->sum[side][c] = d.x + d.y;
+        weights->offset[side][c] = vector_sum(offset[side]);
     }
     return vector_sum(l);
 }
@@ -480,7 +490,7 @@ static inline void block_values(const __global Ref *ref, const __global uchar *p
         UNROLL for (int c = 0; c < COLS; c++) {
             int16 twice = ((sums[i][c][0] << WEIGHT_SHIFT) + sums[i][c][1]) * 2 - V_ZERO * weights->sum[side][c];
 
-            ret[c][first + i] = convert_float16(twice) * (0.5f / WEIGHT_TOP);
+            ret[c][first + i] = (convert_float16(twice) + weights->offset[side][c]) * (0.5f / WEIGHT_TOP);
         }
 }
 

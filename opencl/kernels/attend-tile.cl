@@ -22,12 +22,12 @@ static inline void block_dot(const __global uchar *record, int v, const Columns 
 }
 #else
 /* Codes of dims d .. d + 3 in the bytes of @word. */
-static inline void dot_four(vuint word, int d, const vfloat scale[N_GROUPS], const Columns *columns, vfloat score[COLS])
+static inline void dot_four(vuint word, int d, const Scale scale[N_GROUPS], const Columns *columns, vfloat score[COLS])
 {
-    const vfloat one = scale[d / GROUP_DIMS], zero = one * (-0.5f * (float)((1 << K_BITS) - 1));
+    const vfloat step = scale[d / GROUP_DIMS].step, zero = step * (scale[d / GROUP_DIMS].offset - 0.5f * (float)((1 << K_BITS) - 1));
 
     for (int e = 0; e < 4; e++) {
-        vfloat k = fma(TO_VFLOAT((word >> (8 * e)) & 255u), one, zero); /* exact: (code - middle) * scale has 20 bits */
+        vfloat k = fma(TO_VFLOAT((word >> (8 * e)) & 255u), step, zero); /* exact: level * step has 17 bits */
 
         for (int c = 0; c < COLS; c++)
             score[c] = fma(k, (vfloat)(columns->operand[c][HEAD_DIM + d + e]), score[c]);
@@ -38,10 +38,10 @@ static inline void block_dot(const __global uchar *record, int v, const Columns 
 {
     const int place = v * W / 16 * 16 + v * W % 16;
     const __global uint *words = (const __global uint *)record + place;
-    vfloat scale[N_GROUPS];
+    Scale scale[N_GROUPS];
 
     for (int group = 0; group < N_GROUPS; group++)
-        scale[group] = half_load(record + K_SCALE, group * PAGE_TOKENS + v * W);
+        scale[group] = scale_load(record + K_SCALE, group * PAGE_TOKENS + v * W);
 #if K_BITS == 8
     for (int g = 0; g < HEAD_DIM / 4; g++)
         dot_four(VLOAD(words + g * 32), 4 * g, scale, columns, score);
@@ -141,12 +141,15 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
 ALL_LANES(all_lanes_max, max)
 ALL_LANES(all_lanes_sum, sum)
 
-/* Scores become weights, times the V scale of each group for leat: (N_SIDES, COLS, BLOCK_TOKENS). */
+/* Scores become weights, times the V step of each group for leat: (N_SIDES, COLS, BLOCK_TOKENS).  Returns their sum; @ret_offset: the
+ * sums of weight times step times offset, which every dim of a group gets. */
 static inline float block_weights(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head, int c,
-                                  float m, SHARED float *weights, SHARED float *slots)
+                                  float m, SHARED float *weights, SHARED float *slots, float ret_offset[N_SIDES])
 {
-    vfloat l = 0.0f;
+    vfloat l = 0.0f, offset[N_SIDES];
 
+    for (int side = 0; side < N_SIDES; side++)
+        offset[side] = 0.0f;
     for (int p = 0; p < ref->n_pages; p++)
         FOR_LANES(v, PAGE_TOKENS / W) {
             const int at = c * BLOCK_TOKENS + p * PAGE_TOKENS + v * W;
@@ -156,12 +159,19 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
 #if LEAT
             const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
-            for (int side = 0; side < N_GROUPS; side++)
-                VSTORE(weight * half_load(record + V_SCALE, side * PAGE_TOKENS + v * W), weights + side * COLS * BLOCK_TOKENS + at);
+            for (int side = 0; side < N_GROUPS; side++) {
+                Scale scale = scale_load(record + V_SCALE, side * PAGE_TOKENS + v * W);
+                vfloat scaled = weight * scale.step;
+
+                offset[side] = fma(scaled, scale.offset, offset[side]);
+                VSTORE(scaled, weights + side * COLS * BLOCK_TOKENS + at);
+            }
 #else
             VSTORE(weight, weights + at);
 #endif
         }
+    for (int side = 0; side < N_SIDES; side++)
+        ret_offset[side] = all_lanes_sum(offset[side], slots);
     return all_lanes_sum(l, slots);
 }
 
@@ -235,19 +245,19 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
 {
     SHARED float *weights = shared, *turned = weights + N_SIDES * COLS * BLOCK_TOKENS, *slots = turned + COLS * 2 * ROT_PAD;
     vfloat largest[COLS], acc[PER_LANE(HEAD_DIM / W)][COLS];
-    float m[COLS], l[COLS];
+    float m[COLS], l[COLS], offset[COLS][N_SIDES];
     int n = 0;
 
     block_scores(ref, pages, fresh, kv_head, columns, page_angles, places, weights, turned, largest);
     for (int c = 0; c < COLS; c++) {
         m[c] = all_lanes_max(largest[c], slots);
-        l[c] = block_weights(ref, pages, fresh, kv_head, c, m[c], weights, slots);
+        l[c] = block_weights(ref, pages, fresh, kv_head, c, m[c], weights, slots, offset[c]);
     }
     FOR_LANES(i, HEAD_DIM / W) {
         vfloat sum[COLS];
 
         for (int c = 0; c < COLS; c++)
-            sum[c] = 0.0f;
+            sum[c] = offset[c][N_SIDES > 1 ? i * W / GROUP_DIMS : 0];
         for (int p = 0; p < ref->n_pages; p++)
             block_values(block_record(pages, fresh, ref->pages[p], kv_head), i, weights + p * PAGE_TOKENS, sum);
         for (int c = 0; c < COLS; c++)

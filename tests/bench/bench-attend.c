@@ -225,6 +225,33 @@ static double measure_read(Bench *b, const Work *w)
     return times[getenv("LEAT_BENCH_CPU_TIME") ? 0 : N_REPEATS / 2];
 }
 
+/* Microseconds a page, of a prefill chunk of MAX_ROWS rows. */
+static double measure_pack(Bench *b)
+{
+    AttendPack packs[MAX_ROWS / KV_PAGE_TOKENS] = {{0}};
+    uint32_t n = N_ELEMENTS(packs);
+    GpuBuffer *fresh = buffer(b, (uint64_t)n * b->layout.page_bytes);
+    Work w = work_new(b, MAX_ROWS, KV_BLOCK_PAGES);
+    double times[N_REPEATS];
+
+    for (uint32_t i = 0; i < n; i++)
+        packs[i] = (AttendPack){.page = (int32_t)i, .to = i};
+    must(attend_prepare(b->attend, &w.pass, &w.layer, b->qkv), NULL);
+    must(gpu_upload(b->gpu, GPU_QUEUE_COMPUTE, b->input, 0, packs, sizeof(packs), GPU_WAIT_NONE, "bench", NULL), NULL);
+    for (int i = 0; i < N_REPEATS; i++) {
+        double start;
+
+        drain(b);
+        start = now_usec();
+        must(attend_pack(b->attend, &w.pass, &w.layer, b->input, 0, n, fresh, NULL), NULL);
+        drain(b);
+        times[i] = (now_usec() - start) / n;
+    }
+    (void)gpu_buffer_free(fresh);
+    qsort(times, N_REPEATS, sizeof(*times), compare);
+    return times[getenv("LEAT_BENCH_CPU_TIME") ? 0 : N_REPEATS / 2];
+}
+
 int main(int argc, char **argv)
 {
     static const uint32_t depths[] = {2048, 8064, 32768}, chunks[] = {32, 128, 512};
@@ -256,5 +283,6 @@ int main(int argc, char **argv)
         w.n_layers = 4;
         printf("prefill %3u over 8064: tile %8.1f us, whole layer %8.1f us\n", chunks[i], measure(&b, &w, false, 3), measure(&b, &w, true, 3));
     }
+    printf("packing: %.1f us a page\n", measure_pack(&b));
     return EXIT_SUCCESS;
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Attention against the double precision answer.  Seed: values are hashes of their place (tests/lib/attend-world.c).
- * Tolerance, of the largest output of the row's head: float32 kernels 1e-5, integer kernels 3e-3; 3e-2 for the integer kernels where
- * scores reach several hundred, as a query of 14 bits moves a score by 1e-4 of |q| |k| / 8.
+ * Tolerance, of the largest output of the row's head: float32 kernels 1e-5, integer kernels 3e-3; 7e-2 for the integer kernels where
+ * |q| |k| / 8 reaches 700, as a query of 14 bits moves a score by 1e-4 of it.
  */
 
 #include "tests/lib/attend-world.h"
@@ -97,7 +97,7 @@ static double walk(World *world, const KvShape *shape, const WorldItem (*passes)
                     double error = row_error(out + row * width + (size_t)head * shape->head_dim,
                                              reference + (size_t)head * shape->head_dim, shape->head_dim);
 
-                    if (error > 0.01)
+                    if (error > 0.1)
                         print_message("pass %zu, sequence %u, position %u, head %u: error %g\n", i, passes[i][item].sequence, position,
                                       head, error);
                     worst = fmax(worst, error);
@@ -168,7 +168,7 @@ static void float_kernels_on_vectors_equal_the_definition(void **state)
 static void integer_kernels_with_vnni_stay_within_three_thousandths(void **state)
 {
     check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
-    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64}, false, true, ATTEND_KERNELS_VNNI, extreme, 3e-2);
+    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64}, false, true, ATTEND_KERNELS_VNNI, extreme, 7e-2);
     check(state, LEAT(8, 8), (KvShape){8, 1, 128, 128}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
     check(state, LEAT(4, 5), (KvShape){4, 4, 32, 16}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
     check(state, LEAT(5, 5), (KvShape){2, 1, 256, 256}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
@@ -176,7 +176,7 @@ static void integer_kernels_with_vnni_stay_within_three_thousandths(void **state
 
 static void integer_kernels_without_vnni_stay_within_three_thousandths(void **state)
 {
-    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64}, false, true, ATTEND_KERNELS_BW, extreme, 3e-2);
+    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64}, false, true, ATTEND_KERNELS_BW, extreme, 7e-2);
     check(state, LEAT(8, 8), (KvShape){8, 2, 128, 128}, false, true, ATTEND_KERNELS_BW, ordinary, 3e-3);
 }
 
