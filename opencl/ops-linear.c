@@ -18,7 +18,7 @@ typedef struct Shape {
     uint32_t weight_rows[3];
     uint32_t n_cols, y_cols, y_first, epilogue;
     float eps;
-    uint32_t n_tiles, tiles_per_ticket, rows_per_ticket, reserved;
+    uint32_t n_tiles, tiles_per_ticket, rows_per_ticket, terms;
 } Shape;
 
 static_assert(sizeof(Shape) == 88, "Shape is laid out alike on host and device");
@@ -45,7 +45,7 @@ typedef struct Part {
 
 static const OpsLinear no_linear;
 static const OpsWeight no_weight;
-static const Part no_part = {.linear = &no_linear, .weights = &no_weight};
+static const Part no_part = {.linear = &no_linear, .weights = &no_weight, .shape = {.terms = 1}};
 
 static uint32_t tiles_of(const OpsWeight *weight)
 {
@@ -62,17 +62,18 @@ static uint64_t tile_bytes(const OpsWeight *weight)
 
 /* ---- from linears to parts --------------------------------------------------------------------------------------- */
 
-static Part make_part(const OpsLinear *linear, uint32_t first, uint32_t n, uint32_t epilogue)
+static Part make_part(const Ops *ops, const OpsLinear *linear, uint32_t first, uint32_t n, uint32_t epilogue)
 {
     const OpsWeight *weights = &linear->weights[first];
     bool gated = linear->epilogue == OPS_EPILOGUE_SWIGLU;
+    uint32_t terms = linear->fine && !ops->options.exact && weights->type->block_elements > 1 ? 2 : 1;
     Part part = {
         .linear = linear,
         .weights = weights,
         .n_weights = n,
         .tile_bytes = tile_bytes(weights),
         .shape = {.x_rows_offset = linear->x_rows_offset, .norm_offset = linear->norm_offset, .n_cols = weights[0].n_cols,
-                  .epilogue = epilogue, .eps = linear->norm_eps},
+                  .epilogue = epilogue, .eps = linear->norm_eps, .terms = terms},
     };
 
     for (uint32_t i = 0; i < linear->n_weights; i++) {
@@ -91,7 +92,7 @@ static Part make_part(const OpsLinear *linear, uint32_t first, uint32_t n, uint3
 }
 
 /* Splits a linear where the type changes; at most three parts. */
-static uint32_t make_parts(const OpsLinear *linear, Part *ret)
+static uint32_t make_parts(const Ops *ops, const OpsLinear *linear, Part *ret)
 {
     uint32_t n_parts = 0;
 
@@ -102,7 +103,7 @@ static uint32_t make_parts(const OpsLinear *linear, Part *ret)
             end++;
         if (linear->epilogue == OPS_EPILOGUE_SWIGLU && end - first == 1)
             epilogue = first == 0 ? OPS_EPILOGUE_STORE : EPILOGUE_GATE;
-        ret[n_parts++] = make_part(linear, first, end - first, epilogue);
+        ret[n_parts++] = make_part(ops, linear, first, end - first, epilogue);
     }
     return n_parts;
 }
@@ -213,7 +214,9 @@ static int launch_prepare_rows(OpsKernels *kernels, const GpuBuffer *act, const 
     if (!r)
         r = gpu_kernel_set_u32(kernel, 6, part->shape.n_cols);
     if (!r)
-        r = gpu_kernel_set_buffer(kernel, 7, act);
+        r = gpu_kernel_set_u32(kernel, 7, part->shape.terms);
+    if (!r)
+        r = gpu_kernel_set_buffer(kernel, 8, act);
     if (!r)
         r = gpu_launch(kernel, GPU_RANGE_2D(OPS_LOCAL_ITEMS, n_rows, OPS_LOCAL_ITEMS, 1), GPU_WAIT_NONE, NULL);
     return r;
@@ -223,7 +226,7 @@ static int launch_prepare_rows(OpsKernels *kernels, const GpuBuffer *act, const 
 static int launch_linear_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
 {
     size_t items = ((size_t)part->shape.n_tiles * WEIGHT_TILE_ROWS + OPS_LOCAL_ITEMS - 1) / OPS_LOCAL_ITEMS * OPS_LOCAL_ITEMS;
-    uint32_t n_groups = (n_rows + OPS_GROUP_ROWS - 1) / OPS_GROUP_ROWS;
+    uint32_t group_rows = OPS_GROUP_ROWS / part->shape.terms, n_groups = (n_rows + group_rows - 1) / group_rows;
     GpuKernel *kernel = kernels->product;
     int r;
 
@@ -283,7 +286,7 @@ static bool activations_are_alike(const Ops *ops, const OpsWeight *a, const OpsW
 static int linear_prepared(Ops *ops, const OpsLinear *linear, uint32_t n_rows)
 {
     Part parts[3];
-    uint32_t n_parts = make_parts(linear, parts);
+    uint32_t n_parts = make_parts(ops, linear, parts);
     int r;
 
     for (uint32_t i = 0; i < n_parts; i++) {
@@ -312,7 +315,7 @@ static int chain_stages(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t
     int r;
 
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t n_parts = make_parts(&linears[i], parts);
+        uint32_t n_parts = make_parts(ops, &linears[i], parts);
 
         for (uint32_t j = 0; j < n_parts; j++) {
             const WeightTypeInfo *type = parts[j].weights[0].type;

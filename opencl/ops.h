@@ -58,6 +58,7 @@ typedef struct OpsLinear {
     OpsWeight weights[3];
     uint32_t n_weights;
     OpsEpilogue epilogue;
+    bool fine; /* compute `fast`: activations in two terms of 8 bits, about 15 bits in all; `exact` and float weights: no difference */
     GpuBuffer *y;
 } OpsLinear;
 

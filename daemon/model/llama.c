@@ -77,6 +77,10 @@ static OpsLinear make_linear(const Model *model, const GpuBuffer *x, const Weigh
 {
     OpsLinear linear = {.x = x, .n_weights = n_matrices, .epilogue = epilogue, .y = y};
 
+    /* Half of all products are gate and up: with their input in 8 bits and that of the others in two terms, prefill is a quarter slower
+     * than with 8 bits everywhere, and the divergence from the oracle is a third (mean KLD 0.0007 against 0.0022, f16 cache). */
+    linear.fine = epilogue != OPS_EPILOGUE_SWIGLU;
+
     if (norm) {
         linear.norm_weight = model->blocks[norm->block];
         linear.norm_offset = norm->offset;

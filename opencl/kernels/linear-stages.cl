@@ -50,23 +50,24 @@ ALWAYS_INLINE void prepare_stage(const Shape *shape, const Stage *stage, const u
 
     for (uint row = begin; row < end; row++)
         prepare_row(stage->x + (size_t)(stage->x_rows ? x_rows[row] : row) * shape->n_cols, stage->norm ? norm : 0, shape->eps,
-                    shape->n_cols, act + (size_t)(row / GROUP_ROWS) * group_words, row % GROUP_ROWS);
+                    shape->n_cols, act + (size_t)(row * shape->terms / GROUP_ROWS) * group_words,
+                    row * shape->terms % GROUP_ROWS, shape->terms);
 }
 
 /* A tile for some rows. */
 ALWAYS_INLINE void tile_rows(const Shape *shape, const Stage *stage, const uint tile, const __global int *act,
                              const uint row_begin, const uint row_end)
 {
-    const uint group_words = act_group_words(shape->n_cols);
+    const uint group_words = act_group_words(shape->n_cols), group_rows = GROUP_ROWS / shape->terms;
 
 #pragma unroll 1
     for (uint lane0 = 0; lane0 < TILE_ROWS; lane0 += LANES) {
         Unit unit = find_unit(shape, &stage->weights, tile, lane0);
 
 #pragma unroll 1
-        for (uint row = row_begin; row < row_end; row += GROUP_ROWS)
-            unit_group(shape, &unit, act + (size_t)(row / GROUP_ROWS) * group_words,
-                       stage->y + (size_t)row * shape->y_cols, min(row_end - row, (uint)GROUP_ROWS));
+        for (uint row = row_begin; row < row_end; row += group_rows)
+            unit_group(shape, &unit, act + (size_t)(row / group_rows) * group_words,
+                       stage->y + (size_t)row * shape->y_cols, min(row_end - row, group_rows));
     }
 }
 

@@ -118,7 +118,8 @@ typedef struct Shape {
     uint n_cols, y_cols, y_first, epilogue;
     float eps;
     uint n_tiles; /* of all weights; with SWIGLU of one */
-    uint tiles_per_ticket, rows_per_ticket, reserved;
+    uint tiles_per_ticket, rows_per_ticket;
+    uint terms; /* of a row's activations: 1 or 2 rows of a group (norm.cl) */
 } Shape;
 
 ALWAYS_INLINE VF epilogue_value(const uint epilogue, VF value, VF old)
@@ -198,6 +199,11 @@ ALWAYS_INLINE void products(const __global uchar *tile, const uint lane0, const 
 #pragma unroll 1
     for (; row + 4 <= n_rows; row += 4)
         product(tile, lane0, n_cols, act + row * act_row, 4, ret + row);
+#if !FLOAT_ACTS
+    /* A row in two terms. */
+    for (; row + 2 <= n_rows; row += 2)
+        product(tile, lane0, n_cols, act + row * act_row, 2, ret + row);
+#endif
 #pragma unroll 1
     for (; row < n_rows; row++)
         product(tile, lane0, n_cols, act + row * act_row, 1, ret + row);
@@ -225,11 +231,18 @@ ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __glob
         const __global uchar *tile = unit->tile[i];
 
         OPAQUE(tile);
-        products(tile, unit->lane0, shape->n_cols, act, n_rows, values + i * GROUP_ROWS);
+        products(tile, unit->lane0, shape->n_cols, act, n_rows * shape->terms, values + i * GROUP_ROWS);
     }
 #pragma unroll 1
-    for (uint r = 0; r < n_rows; r++)
-        unit_store(shape, unit, y + (size_t)r * shape->y_cols, values[r], values[GROUP_ROWS + r]);
+    for (uint r = 0; r < n_rows; r++) {
+        VF value = values[r * shape->terms], up = values[GROUP_ROWS + r * shape->terms];
+
+        if (shape->terms == 2) {
+            value += values[2 * r + 1];
+            up += values[GROUP_ROWS + 2 * r + 1];
+        }
+        unit_store(shape, unit, y + (size_t)r * shape->y_cols, value, up);
+    }
 }
 #else
 /* Private arrays stay in registers only when no variable indexes them; rows beyond the pass compute what nobody stores. */
@@ -238,7 +251,7 @@ ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __glob
 {
     VF values[GROUP_ROWS], up[GROUP_ROWS];
 
-    if (n_rows == 1) {
+    if (n_rows * shape->terms == 1) {
         product(unit->tile[0], unit->lane0, shape->n_cols, act, 1, values);
         if (shape->epilogue == EPILOGUE_SWIGLU)
             product(unit->tile[1], unit->lane0, shape->n_cols, act, 1, up);
@@ -249,9 +262,12 @@ ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __glob
     if (shape->epilogue == EPILOGUE_SWIGLU)
         product(unit->tile[1], unit->lane0, shape->n_cols, act, GROUP_ROWS, up);
 #pragma unroll
-    for (uint r = 0; r < GROUP_ROWS; r++)
-        if (r < n_rows)
+    for (uint r = 0; r < GROUP_ROWS; r++) {
+        if (shape->terms == 1 && r < n_rows)
             unit_store(shape, unit, y + (size_t)r * shape->y_cols, values[r], up[r]);
+        if (shape->terms == 2 && r % 2 == 0 && r / 2 < n_rows)
+            unit_store(shape, unit, y + (size_t)(r / 2) * shape->y_cols, values[r] + values[r + 1], up[r] + up[r + 1]);
+    }
 }
 #endif
 
@@ -262,19 +278,19 @@ ALWAYS_INLINE uint act_group_words(const uint n_cols)
 
 #if LANES == 1
 
-/* Work-item (i, j) makes row i of the (padded) weights for rows [8 j, 8 j + 8) of the pass. */
+/* Work-item (i, j) makes row i of the (padded) weights for the rows of group j. */
 __kernel void linear_rows(const Shape shape, const __global uchar *w0, const __global uchar *w1, const __global uchar *w2,
                           const __global int *act, const uint n_rows, __global float *y)
 {
     const Weights weights = {{w0, w1, w2}};
-    uint tile = get_global_id(0) / TILE_ROWS, row = get_global_id(1) * GROUP_ROWS;
+    uint group_rows = GROUP_ROWS / shape.terms, tile = get_global_id(0) / TILE_ROWS, row = get_global_id(1) * group_rows;
     Unit unit;
 
     if (tile >= shape.n_tiles)
         return;
     unit = find_unit(&shape, &weights, tile, get_global_id(0) % TILE_ROWS);
     unit_group(&shape, &unit, act + (size_t)get_global_id(1) * act_group_words(shape.n_cols),
-               y + (size_t)row * shape.y_cols, min(n_rows - row, (uint)GROUP_ROWS));
+               y + (size_t)row * shape.y_cols, min(n_rows - row, group_rows));
 }
 
 #endif

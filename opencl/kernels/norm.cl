@@ -8,6 +8,8 @@
  *   bytes   per group and block of 32 columns, 8 x 48 bytes: row r of the group at 48 r: 32 codes, f32 scale,
  *           f32 scale * sum of codes, int32 minus the sum of the codes of each half
  *   floats  per group and column: 8 floats
+ * A row in two terms takes two rows of a group: the second holds what rounding the first has left over, rounded likewise, so
+ * that their products with the same weights add up to a product with about 15 bits.  A group then holds 4 rows of the pass.
  * Columns are padded to whole blocks of 32 with zeros.  Rows of the last group beyond the pass are not written; whatever
  * is computed from them is not stored.
  */
@@ -84,8 +86,8 @@ ALWAYS_INLINE int lanes_sum_int(VI v)
     return c.x + c.y;
 }
 
-/* Thirty-two values of one row become its part of a fast block. */
-ALWAYS_INLINE void store_fast_block(__global int *to, const VF *values)
+/* Thirty-two values of one row become its part of a fast block; @values are left with what rounding has taken away. */
+ALWAYS_INLINE void store_fast_block(__global int *to, VF *values)
 {
     VI largest = AS_VI(values[0]) & 0x7fffffff;
     int bits, sums[2] = {0, 0};
@@ -106,6 +108,7 @@ ALWAYS_INLINE void store_fast_block(__global int *to, const VF *values)
         codes = inverse > 0.0f ? codes : (VI)(0);
         V_STORE(V_JOIN(convert_, V(char))(codes), (__global char *)to + k * LANES);
         sums[k * LANES / 16] += lanes_sum_int(codes);
+        values[k] = fma((VF)(-scale), TO_VF(codes), values[k]);
     }
     ((__global float *)to)[ACT_SCALE] = scale;
     ((__global float *)to)[ACT_SUM] = scale * (float)(sums[0] + sums[1]);
@@ -113,9 +116,9 @@ ALWAYS_INLINE void store_fast_block(__global int *to, const VF *values)
     to[ACT_MINUS + 1] = -sums[1];
 }
 
-/* Row @x becomes row r of the group at @act. */
+/* Row @x becomes rows r ... r + terms - 1 of the group at @act. */
 ALWAYS_INLINE void prepare_row(const __global float *x, const __global float *norm, const float eps, const uint n_cols,
-                               __global int *act, const uint r)
+                               __global int *act, const uint r, const uint terms)
 {
     VF factor = (VF)(norm ? norm_factor(x, n_cols, eps) : 1.0f);
 
@@ -134,7 +137,9 @@ ALWAYS_INLINE void prepare_row(const __global float *x, const __global float *no
         for (int i = 0; i < 32; i++)
             ((__global float *)act)[GROUP_ROWS * i + r] = ((const float *)values)[i];
 #else
-        store_fast_block(act + ACT_WORDS * r, values);
+#pragma unroll 1
+        for (uint t = 0; t < terms; t++)
+            store_fast_block(act + ACT_WORDS * (r + t), values);
 #endif
     }
 }
@@ -164,7 +169,8 @@ ALWAYS_INLINE float norm_factor(const __global float *x, const uint n, const flo
     return 1.0f / sqrt(sums[0] / (float)n + eps);
 }
 
-ALWAYS_INLINE void store_block(__global int *act, const uint r, const float *values)
+/* @values are left with what rounding has taken away. */
+ALWAYS_INLINE void store_block(__global int *act, const uint r, float *values)
 {
 #if FLOAT_ACTS
     for (int i = 0; i < 32; i++)
@@ -184,6 +190,7 @@ ALWAYS_INLINE void store_block(__global int *act, const uint r, const float *val
 
         ((__global char *)to)[i] = (char)code;
         sums[i / 16] += code;
+        values[i] = fma(-scale, (float)code, values[i]);
     }
     ((__global float *)to)[ACT_SCALE] = scale;
     ((__global float *)to)[ACT_SUM] = scale * (float)(sums[0] + sums[1]);
@@ -195,7 +202,7 @@ ALWAYS_INLINE void store_block(__global int *act, const uint r, const float *val
 /* PREPARE_ITEMS work-items in dimension 0 share the row of dimension 1. */
 __kernel void prepare_rows(const __global float *x, const __global int *x_rows, const ulong x_rows_offset,
                            const __global float *norm, const ulong norm_offset, const float eps, const uint n_cols,
-                           __global int *act)
+                           const uint terms, __global int *act)
 {
     __local float sums[PREPARE_ITEMS];
     const __global float *factors = (const __global float *)((const __global uchar *)norm + norm_offset);
@@ -204,7 +211,7 @@ __kernel void prepare_rows(const __global float *x, const __global int *x_rows, 
     float factor;
 
     x += (size_t)from * n_cols;
-    act += (size_t)(row / GROUP_ROWS) * n_blocks * ACT_BLOCK_WORDS;
+    act += (size_t)(row * terms / GROUP_ROWS) * n_blocks * ACT_BLOCK_WORDS;
     factor = norm ? norm_factor(x, n_cols, eps, sums) : 1.0f;
     for (uint b = get_local_id(0); b < n_blocks; b += PREPARE_ITEMS) {
         float values[32];
@@ -214,7 +221,8 @@ __kernel void prepare_rows(const __global float *x, const __global int *x_rows, 
 
             values[i] = c < n_cols ? norm ? x[c] * factor * factors[c] : x[c] : 0.0f;
         }
-        store_block(act + b * ACT_BLOCK_WORDS, row % GROUP_ROWS, values);
+        for (uint t = 0; t < terms; t++)
+            store_block(act + b * ACT_BLOCK_WORDS, row * terms % GROUP_ROWS + t, values);
     }
 }
 

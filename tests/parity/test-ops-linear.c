@@ -252,6 +252,26 @@ static float reference_fast(const Matrix *matrix, uint32_t row, const float *x)
     return y;
 }
 
+/* In two terms: what rounding took from the first is rounded again and multiplied by the same weights. */
+static float reference_fine(const Matrix *matrix, uint32_t row, const float *x)
+{
+    float scales[MAX_COLUMNS / 32], rest[MAX_COLUMNS];
+    int8_t codes[MAX_COLUMNS];
+    int32_t sums[MAX_COLUMNS / 16];
+
+    weight_quantize_activations(x, matrix->n_cols, codes, scales, sums);
+    for (uint32_t c = 0; c < matrix->n_cols; c++)
+        rest[c] = fmaf(-scales[c / 32], (float)codes[c], x[c]);
+    return reference_fast(matrix, row, x) + reference_fast(matrix, row, rest);
+}
+
+static float reference(const Matrix *matrix, bool exact, bool fine, uint32_t row, const float *x)
+{
+    if (exact || is_float(matrix->type))
+        return reference_exact(matrix, row, x);
+    return fine ? reference_fine(matrix, row, x) : reference_fast(matrix, row, x);
+}
+
 static double tolerance_of(const Matrix *matrix, uint32_t row, const float *x)
 {
     float w[MAX_COLUMNS];
@@ -306,11 +326,11 @@ static void fill_input(float *x, uint32_t n_rows, uint32_t n_cols, Input input)
         }
 }
 
-static void check_product(Fixture *fixture, bool exact, const Matrix *matrix, uint32_t n_rows, Input input)
+static void check_product(Fixture *fixture, bool exact, bool fine, const Matrix *matrix, uint32_t n_rows, Input input)
 {
     _cleanup_(freep) float *x = malloc(sizeof(float) * n_rows * matrix->n_cols);
     _cleanup_(freep) float *y = malloc(sizeof(float) * n_rows * matrix->n_rows);
-    OpsLinear linear = {.x = fixture->x, .weights = {weight_of(matrix)}, .n_weights = 1, .y = fixture->y};
+    OpsLinear linear = {.x = fixture->x, .weights = {weight_of(matrix)}, .n_weights = 1, .fine = fine, .y = fixture->y};
 
     assert_true(x && y);
     fill_input(x, n_rows, matrix->n_cols, input);
@@ -321,12 +341,12 @@ static void check_product(Fixture *fixture, bool exact, const Matrix *matrix, ui
         for (uint32_t i = 0; i < matrix->n_rows; i++) {
             const float *row = x + r * matrix->n_cols;
             float got = y[r * matrix->n_rows + i];
-            float want = exact || is_float(matrix->type) ? reference_exact(matrix, i, row) : reference_fast(matrix, i, row);
+            float want = reference(matrix, exact, fine, i, row);
             double error = fabs((double)got - (double)want);
 
             if (fixture->bits ? !same(got, want) : error > tolerance_of(matrix, i, row))
                 fail_msg("%s %ux%u %s, %u rows, input %d: row %u output %u: %.9g, reference %.9g", matrix->type->name,
-                         matrix->n_rows, matrix->n_cols, exact ? "exact" : "fast", n_rows, (int)input, r, i, (double)got,
+                         matrix->n_rows, matrix->n_cols, exact ? "exact" : fine ? "fine" : "fast", n_rows, (int)input, r, i, (double)got,
                          (double)want);
         }
 }
@@ -342,7 +362,8 @@ static void check_type(Fixture *fixture, bool exact, uint32_t type, bool extreme
         Matrix matrix = matrix_new(fixture, type, shapes[s][0], n_cols, extreme);
 
         for (size_t r = 0; r < N_ELEMENTS(rows); r++)
-            check_product(fixture, exact, &matrix, rows[r], extreme ? INPUT_EXTREME : INPUT_RANDOM);
+            for (int fine = 0; fine <= !exact; fine++)
+                check_product(fixture, exact, fine, &matrix, rows[r], extreme ? INPUT_EXTREME : INPUT_RANDOM);
         matrix_clear(&matrix);
     }
 }
@@ -406,7 +427,7 @@ static uint32_t fused_columns(const Fused *fused)
 }
 
 /* One row of y, and what it may be off by. */
-static void reference_fused(const Fused *fused, bool exact, const Matrix *matrices, const float *x, const float *norm,
+static void reference_fused(const Fused *fused, bool exact, bool fine, const Matrix *matrices, const float *x, const float *norm,
                             const float *before, float *ret, double *ret_tolerance)
 {
     float input[MAX_COLUMNS];
@@ -417,8 +438,7 @@ static void reference_fused(const Fused *fused, bool exact, const Matrix *matric
         reference_norm(x, norm, fused->n_cols, input);
     for (uint32_t w = 0; w < fused->n_weights; w++)
         for (uint32_t i = 0; i < fused->rows[w]; i++) {
-            bool floats = exact || is_float(matrices[w].type);
-            float value = floats ? reference_exact(&matrices[w], i, input) : reference_fast(&matrices[w], i, input);
+            float value = reference(&matrices[w], exact, fine, i, input);
             double tolerance = tolerance_of(&matrices[w], i, input) + 1e-6 * fabs((double)value);
 
             if (fused->epilogue == OPS_EPILOGUE_SWIGLU && w == 1) {
@@ -434,7 +454,7 @@ static void reference_fused(const Fused *fused, bool exact, const Matrix *matric
         }
 }
 
-static void check_fused(Fixture *fixture, bool exact, const Fused *fused, uint32_t n_rows)
+static void check_fused(Fixture *fixture, bool exact, bool fine, const Fused *fused, uint32_t n_rows)
 {
     uint32_t n_out = fused_columns(fused), n_x = n_rows + 3;
     _cleanup_(freep) float *x = malloc(sizeof(float) * n_x * fused->n_cols), *before = malloc(sizeof(float) * n_rows * n_out);
@@ -445,7 +465,7 @@ static void check_fused(Fixture *fixture, bool exact, const Fused *fused, uint32
     Matrix matrices[3];
     OpsLinear linear = {.x = fixture->x, .x_rows = fused->gather ? fixture->rows : NULL, .x_rows_offset = 16,
                         .norm_weight = fused->norm ? fixture->norm : NULL, .norm_eps = NORM_EPS,
-                        .n_weights = fused->n_weights, .epilogue = fused->epilogue, .y = fixture->y};
+                        .n_weights = fused->n_weights, .epilogue = fused->epilogue, .fine = fine, .y = fixture->y};
 
     assert_true(x && y && before && want && tolerance);
     for (uint32_t w = 0; w < fused->n_weights; w++) {
@@ -466,7 +486,7 @@ static void check_fused(Fixture *fixture, bool exact, const Fused *fused, uint32
     for (uint32_t r = 0; r < n_rows; r++) {
         uint32_t from = fused->gather ? (uint32_t)rows[4 + r] : r;
 
-        reference_fused(fused, exact, matrices, x + from * fused->n_cols, norm, before + r * n_out, want, tolerance);
+        reference_fused(fused, exact, fine, matrices, x + from * fused->n_cols, norm, before + r * n_out, want, tolerance);
         for (uint32_t i = 0; i < n_out; i++)
             if (!(fabs((double)y[r * n_out + i] - (double)want[i]) <= tolerance[i]))
                 fail_msg("epilogue %d, %u rows, %s: row %u column %u: %.9g, reference %.9g within %.3g", (int)fused->epilogue,
@@ -493,8 +513,9 @@ static void linear_fuses_norm_gather_and_epilogues(void **state)
 
     for (size_t i = 0; i < N_ELEMENTS(cases); i++)
         for (size_t r = 0; r < N_ELEMENTS(rows); r++) {
-            check_fused(*state, false, &cases[i], rows[r]);
-            check_fused(*state, true, &cases[i], rows[r]);
+            check_fused(*state, false, false, &cases[i], rows[r]);
+            check_fused(*state, false, true, &cases[i], rows[r]);
+            check_fused(*state, true, false, &cases[i], rows[r]);
         }
 }
 
@@ -513,15 +534,16 @@ static void run_layer(Fixture *fixture, bool exact, const Matrix *matrices, uint
 
     assert_int_equal(gpu_buffer_new(fixture->gpu, GPU_PURPOSE_ACTIVATIONS, x_bytes, &hidden, NULL), 0);
     assert_int_equal(gpu_buffer_new(fixture->gpu, GPU_PURPOSE_ACTIVATIONS, n_rows * LAYER_FF * sizeof(float), &wide, NULL), 0);
+    /* As the models do: one term for gate and up, two for the others. */
     linears[0] = (OpsLinear){.x = fixture->x, .weights = {weight_of(&matrices[0])}, .n_weights = 1,
-                             .epilogue = OPS_EPILOGUE_ADD, .y = hidden};
+                             .epilogue = OPS_EPILOGUE_ADD, .fine = true, .y = hidden};
     linears[1] = (OpsLinear){.x = hidden, .norm_weight = fixture->norm, .norm_eps = NORM_EPS,
                              .weights = {weight_of(&matrices[1]), weight_of(&matrices[2])}, .n_weights = 2,
                              .epilogue = OPS_EPILOGUE_SWIGLU, .y = wide};
     linears[2] = (OpsLinear){.x = wide, .weights = {weight_of(&matrices[3])}, .n_weights = 1, .epilogue = OPS_EPILOGUE_ADD,
-                             .y = hidden};
+                             .fine = true, .y = hidden};
     linears[3] = (OpsLinear){.x = hidden, .norm_weight = fixture->norm, .norm_eps = NORM_EPS,
-                             .weights = {weight_of(&matrices[4])}, .n_weights = 1, .y = fixture->y};
+                             .weights = {weight_of(&matrices[4])}, .n_weights = 1, .fine = true, .y = fixture->y};
     upload(fixture, fixture->x, x, x_bytes);
     upload(fixture, hidden, before, x_bytes);
     for (uint32_t i = 0; i < 4 && !chained; i++)
