@@ -38,19 +38,19 @@ static inline void tail_scores(const Tail *t, const Columns *columns, SHARED flo
         const TailToken token = tail_token(t, i);
         vfloat sum[COLS];
 
-        for (int c = 0; c < COLS; c++)
+        UNROLL for (int c = 0; c < COLS; c++)
             sum[c] = 0.0f;
         for (int d = 0; d < HEAD_DIM; d += W) {
             vfloat k = tail_load(token.base, token.k + d);
 
-            for (int c = 0; c < COLS; c++)
+            UNROLL for (int c = 0; c < COLS; c++)
                 sum[c] = fma(k, VLOAD(columns->operand[c] + d), sum[c]);
         }
-        for (int c = 0; c < COLS; c++)
+        UNROLL for (int c = 0; c < COLS; c++)
             scores[c * TAIL_PADDED + i] = vector_sum(sum[c]);
     }
     for (int i = t->n + LANE; i < TAIL_PADDED; i += LANES)
-        for (int c = 0; c < COLS; c++)
+        UNROLL for (int c = 0; c < COLS; c++)
             scores[c * TAIL_PADDED + i] = NEVER;
     SHARED_SYNC();
 }
@@ -82,13 +82,13 @@ static inline void tail_values(const Tail *t, const SHARED float *weights, vfloa
     int n = 0;
 
     FOR_LANES(i, HEAD_DIM / W) {
-        for (int c = 0; c < COLS; c++)
+        UNROLL for (int c = 0; c < COLS; c++)
             acc[c][n] = 0.0f;
         for (int token = 0; token < t->n; token++) {
             const TailToken from = tail_token(t, token);
             vfloat value = tail_load(from.base, from.v + i * W);
 
-            for (int c = 0; c < COLS; c++)
+            UNROLL for (int c = 0; c < COLS; c++)
                 acc[c][n] = fma(value, (vfloat)(weights[c * TAIL_PADDED + token]), acc[c][n]);
         }
         n++;
@@ -155,12 +155,12 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
             Columns columns;
             vfloat tail_acc[COLS][PER_LANE(HEAD_DIM / W)];
 
-            for (int c = 0; c < COLS; c++)
+            UNROLL for (int c = 0; c < COLS; c++)
                 columns.operand[c] = operands + ((size_t)row * N_HEADS + kv_head * N_REP + min(first + c, N_REP - 1)) * OP_FLOATS;
             tail_scores(&t, &columns, shared);
             float tail_m[COLS], tail_l[COLS];
 
-            for (int c = 0; c < COLS; c++)
+            UNROLL for (int c = 0; c < COLS; c++)
                 tail_l[c] = tail_weights(shared + c * TAIL_PADDED, &tail_m[c]);
             tail_values(&t, shared, tail_acc);
             for (int c = 0; c < COLS && first + c < N_REP; c++) {

@@ -6,67 +6,90 @@
 
 #if !INTEGER
 
-/* K of W tokens times COLS queries, added to @score. */
+/* Vectors of tokens that a work-item has of a page; independent sums keep the multipliers busy. */
+#define MY_VECTORS (PAGE_TOKENS / W / LANES)
+#define MY_VECTOR(k) (LANE + (k) * LANES)
+
+/* K of the page's tokens times COLS queries, added to @score. */
 #if !LEAT
-static inline void block_dot(const __global uchar *record, int v, const Columns *columns, vfloat score[COLS])
+static inline void block_dot(const __global uchar *record, const Columns *columns, vfloat score[MY_VECTORS][COLS])
 {
-    for (int d = 0; d < HEAD_DIM; d++) {
+    for (int d = 0; d < HEAD_DIM; d++)
+        UNROLL for (int k = 0; k < MY_VECTORS; k++) {
 #if FORM == 0
-        vfloat k = VLOAD((const __global float *)record + d * PAGE_TOKENS + v * W);
+            vfloat key = VLOAD((const __global float *)record + d * PAGE_TOKENS + MY_VECTOR(k) * W);
 #else
-        vfloat k = half_load(record, d * PAGE_TOKENS + v * W);
+            vfloat key = half_load(record, d * PAGE_TOKENS + MY_VECTOR(k) * W);
 #endif
-        for (int c = 0; c < COLS; c++)
-            score[c] = fma(k, (vfloat)(columns->operand[c][d]), score[c]);
-    }
+            UNROLL for (int c = 0; c < COLS; c++)
+                score[k][c] = fma(key, (vfloat)(columns->operand[c][d]), score[k][c]);
+        }
 }
 #else
+typedef struct { Scale group[N_GROUPS]; } Scales;
+
 /* Codes of dims d .. d + 3 in the bytes of @word. */
-static inline void dot_four(vuint word, int d, const Scale scale[N_GROUPS], const Columns *columns, vfloat score[COLS])
+static inline void dot_four(vuint word, int d, const Scales *scales, const Columns *columns, vfloat score[COLS])
 {
-    const vfloat step = scale[d / GROUP_DIMS].step, zero = step * (scale[d / GROUP_DIMS].offset - 0.5f * (float)((1 << K_BITS) - 1));
+    const Scale scale = scales->group[d / GROUP_DIMS];
+    const vfloat zero = scale.step * (scale.offset - 0.5f * (float)((1 << K_BITS) - 1));
 
-    for (int e = 0; e < 4; e++) {
-        vfloat k = fma(TO_VFLOAT((word >> (8 * e)) & 255u), step, zero); /* exact: level * step has 17 bits */
+    UNROLL for (int e = 0; e < 4; e++) {
+        vfloat key = fma(TO_VFLOAT((word >> (8 * e)) & 255u), scale.step, zero); /* exact: level * step has 17 bits */
 
-        for (int c = 0; c < COLS; c++)
-            score[c] = fma(k, (vfloat)(columns->operand[c][HEAD_DIM + d + e]), score[c]);
+        UNROLL for (int c = 0; c < COLS; c++)
+            score[c] = fma(key, (vfloat)(columns->operand[c][HEAD_DIM + d + e]), score[c]);
     }
 }
 
-static inline void block_dot(const __global uchar *record, int v, const Columns *columns, vfloat score[COLS])
+static inline void block_dot(const __global uchar *record, const Columns *columns, vfloat score[MY_VECTORS][COLS])
 {
-    const int place = v * W / 16 * 16 + v * W % 16;
-    const __global uint *words = (const __global uint *)record + place;
-    Scale scale[N_GROUPS];
+    const __global uint *words = (const __global uint *)record;
+    Scales scales[MY_VECTORS];
 
-    for (int group = 0; group < N_GROUPS; group++)
-        scale[group] = scale_load(record + K_SCALE, group * PAGE_TOKENS + v * W);
+    UNROLL for (int k = 0; k < MY_VECTORS; k++)
+        UNROLL for (int group = 0; group < N_GROUPS; group++)
+            scales[k].group[group] = scale_load(record + K_SCALE, group * PAGE_TOKENS + MY_VECTOR(k) * W);
 #if K_BITS == 8
     for (int g = 0; g < HEAD_DIM / 4; g++)
-        dot_four(VLOAD(words + g * 32), 4 * g, scale, columns, score);
+        UNROLL for (int k = 0; k < MY_VECTORS; k++)
+            dot_four(VLOAD(words + g * 32 + MY_VECTOR(k) * W), 4 * g, &scales[k], columns, score[k]);
 #else
-    for (int g = 0; g < HEAD_DIM / 8; g++) {
-        vuint word = VLOAD(words + g * 32), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
+    for (int g = 0; g < HEAD_DIM / 8; g++)
+        UNROLL for (int k = 0; k < MY_VECTORS; k++) {
+            const __global uint *mine = words + MY_VECTOR(k) * W;
+            vuint word = VLOAD(mine + g * 32), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
 #if K_BITS == 5
-        const int low_plane = g, high_plane = HEAD_DIM / 8 + g;
+            const int low_plane = g, high_plane = HEAD_DIM / 8 + g;
 
-        low |= ((VLOAD(words + K_HIGH / 4 + low_plane / 8 * 32) >> (low_plane % 8)) & 0x01010101u) << 4;
-        high |= ((VLOAD(words + K_HIGH / 4 + high_plane / 8 * 32) >> (high_plane % 8)) & 0x01010101u) << 4;
+            low |= ((VLOAD(mine + K_HIGH / 4 + low_plane / 8 * 32) >> (low_plane % 8)) & 0x01010101u) << 4;
+            high |= ((VLOAD(mine + K_HIGH / 4 + high_plane / 8 * 32) >> (high_plane % 8)) & 0x01010101u) << 4;
 #endif
-        dot_four(low, 4 * g, scale, columns, score);
-        dot_four(high, HEAD_DIM / 2 + 4 * g, scale, columns, score);
-    }
+            dot_four(low, 4 * g, &scales[k], columns, score[k]);
+            dot_four(high, HEAD_DIM / 2 + 4 * g, &scales[k], columns, score[k]);
+        }
 #endif
 }
 #endif
+
+/* Scores of page 0's vector @v without those of the sinks. */
+static inline vfloat hide_sinks(vfloat score, int v)
+{
+#if W == 16
+    if (v == 0)
+        score.s0123 = (float4)(NEVER);
+    return score;
+#else
+    return v < SINK_TOKENS ? NEVER : score;
+#endif
+}
 
 /* Scores of the block, (COLS, BLOCK_TOKENS), and the largest that this lane saw of each column. */
 static inline void block_scores(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
                                 const Columns *columns, const __global float *page_angles, const __global float *places,
                                 SHARED float *scores, SHARED float *turned, vfloat largest[COLS])
 {
-    for (int c = 0; c < COLS; c++)
+    UNROLL for (int c = 0; c < COLS; c++)
         largest[c] = NEVER;
     for (int p = 0; p < ref->n_pages; p++) {
         const int page = ref->block * BLOCK_PAGES + p;
@@ -83,33 +106,25 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
         mean_scores(turned, places, ROT_HALF, mean);
 #endif
 #endif
-        FOR_LANES(v, PAGE_TOKENS / W) {
-            vfloat score[COLS];
+        vfloat score[MY_VECTORS][COLS];
 
-            for (int c = 0; c < COLS; c++)
+        UNROLL for (int k = 0; k < MY_VECTORS; k++)
+            UNROLL for (int c = 0; c < COLS; c++)
 #if LEAT && W == 16
-                score[c] = mean[c][v];
+                score[k][c] = mean[c][k];
 #elif LEAT
-                score[c] = mean_score(columns->operand[c], turned + c * 2 * ROT_PAD, places, v);
+                score[k][c] = mean_score(columns->operand[c], turned + c * 2 * ROT_PAD, places, MY_VECTOR(k));
 #else
-                score[c] = 0.0f;
+                score[k][c] = 0.0f;
 #endif
-            block_dot(record, v, columns, score);
-            for (int c = 0; c < COLS; c++) {
-                SHARED float *at = scores + c * BLOCK_TOKENS + p * PAGE_TOKENS + v * W;
-
-                VSTORE(score[c], at);
-                if (page == 0 && v == 0)
-                    for (int sink = 0; sink < SINK_TOKENS && sink < W; sink++)
-                        at[sink] = NEVER;
-#if W == 1
-                if (page == 0 && v < SINK_TOKENS)
-                    at[0] = NEVER;
-#endif
-                score[c] = VLOAD(at);
-                largest[c] = score[c] > largest[c] ? score[c] : largest[c];
+        block_dot(record, columns, score);
+        UNROLL for (int k = 0; k < MY_VECTORS; k++)
+            UNROLL for (int c = 0; c < COLS; c++) {
+                if (page == 0)
+                    score[k][c] = hide_sinks(score[k][c], MY_VECTOR(k));
+                largest[c] = score[k][c] > largest[c] ? score[k][c] : largest[c];
+                VSTORE(score[k][c], scores + c * BLOCK_TOKENS + p * PAGE_TOKENS + MY_VECTOR(k) * W);
             }
-        }
         SHARED_SYNC();
     }
 }
@@ -175,56 +190,65 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
     return all_lanes_sum(l, slots);
 }
 
-/* Values of one vector of dims over a page, weighted, added to @acc. */
-#if !LEAT
-static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[COLS])
-{
-    for (int token = 0; token < PAGE_TOKENS; token++) {
-#if FORM == 0
-        vfloat value = VLOAD((const __global float *)(record + V_OFFSET) + token * HEAD_DIM + i * W);
+/* Vectors of dims that a work-item sums together; all of one group of scales. */
+#if LANES == 1 && HEAD_DIM % 64 == 0
+#define V_DIMS 4
+#elif LANES == 1 && HEAD_DIM % 32 == 0
+#define V_DIMS 2
 #else
-        vfloat value = half_load(record + V_OFFSET, token * HEAD_DIM + i * W);
+#define V_DIMS 1
 #endif
-        for (int c = 0; c < COLS; c++)
-            acc[c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token]), acc[c]);
-    }
+
+/* Values of vectors i .. i + V_DIMS - 1 of dims over a page, weighted, added to @acc. */
+#if !LEAT
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_DIMS][COLS])
+{
+    for (int token = 0; token < PAGE_TOKENS; token++)
+        UNROLL for (int k = 0; k < V_DIMS; k++) {
+#if FORM == 0
+            vfloat value = VLOAD((const __global float *)(record + V_OFFSET) + token * HEAD_DIM + (i + k) * W);
+#else
+            vfloat value = half_load(record + V_OFFSET, token * HEAD_DIM + (i + k) * W);
+#endif
+            UNROLL for (int c = 0; c < COLS; c++)
+                acc[k][c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token]), acc[k][c]);
+        }
 }
 #else
 static inline void values_four(vuint word, int token, const SHARED float *weights, vfloat acc[COLS])
 {
-    for (int e = 0; e < 4; e++) {
+    UNROLL for (int e = 0; e < 4; e++) {
         vfloat value = TO_VFLOAT((word >> (8 * e)) & 255u) - 0.5f * (float)((1 << V_BITS) - 1);
 
-        for (int c = 0; c < COLS; c++)
+        UNROLL for (int c = 0; c < COLS; c++)
             acc[c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token + e]), acc[c]);
     }
 }
 
-static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[COLS])
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_DIMS][COLS])
 {
-    const int dim = i * W;
-    const SHARED float *side = weights + dim / GROUP_DIMS * COLS * BLOCK_TOKENS;
+    const SHARED float *side = weights + i * W / GROUP_DIMS * COLS * BLOCK_TOKENS;
+
+    for (int t = 0; t < (V_BITS == 8 ? 8 : 4); t++)
+        UNROLL for (int k = 0; k < V_DIMS; k++) {
+            const int dim = (i + k) * W;
 #if V_BITS == 8
-    const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 128 + dim % 16;
+            const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 128 + dim % 16;
 
-    for (int t = 0; t < 8; t++)
-        values_four(VLOAD(words + t * 16), 4 * t, side, acc);
+            values_four(VLOAD(words + t * 16), 4 * t, side, acc[k]);
 #else
-    const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 64 + dim % 16;
+            const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 64 + dim % 16;
+            vuint word = VLOAD(words + t * 16), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
 #if V_BITS == 5
-    const vuint plane = VLOAD((const __global uint *)(record + V_HIGH) + dim / 16 * 16 + dim % 16);
-#endif
+            vuint plane = VLOAD((const __global uint *)(record + V_HIGH) + dim / 16 * 16 + dim % 16);
 
-    for (int t = 0; t < 4; t++) {
-        vuint word = VLOAD(words + t * 16), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
-#if V_BITS == 5
-        low |= ((plane >> t) & 0x01010101u) << 4;
-        high |= ((plane >> (t + 4)) & 0x01010101u) << 4;
+            low |= ((plane >> t) & 0x01010101u) << 4;
+            high |= ((plane >> (t + 4)) & 0x01010101u) << 4;
 #endif
-        values_four(low, 4 * t, side, acc);
-        values_four(high, 16 + 4 * t, side, acc);
-    }
+            values_four(low, 4 * t, side, acc[k]);
+            values_four(high, 16 + 4 * t, side, acc[k]);
 #endif
+        }
 }
 #endif
 
@@ -249,22 +273,24 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
     int n = 0;
 
     block_scores(ref, pages, fresh, kv_head, columns, page_angles, places, weights, turned, largest);
-    for (int c = 0; c < COLS; c++) {
+    UNROLL for (int c = 0; c < COLS; c++) {
         m[c] = all_lanes_max(largest[c], slots);
         l[c] = block_weights(ref, pages, fresh, kv_head, c, m[c], weights, slots, offset[c]);
     }
-    FOR_LANES(i, HEAD_DIM / W) {
-        vfloat sum[COLS];
+    for (int i = LANE * V_DIMS; i < HEAD_DIM / W; i += LANES * V_DIMS) {
+        vfloat sum[V_DIMS][COLS];
 
-        for (int c = 0; c < COLS; c++)
-            sum[c] = offset[c][N_SIDES > 1 ? i * W / GROUP_DIMS : 0];
+        UNROLL for (int k = 0; k < V_DIMS; k++)
+            UNROLL for (int c = 0; c < COLS; c++)
+                sum[k][c] = offset[c][N_SIDES > 1 ? i * W / GROUP_DIMS : 0];
         for (int p = 0; p < ref->n_pages; p++)
             block_values(block_record(pages, fresh, ref->pages[p], kv_head), i, weights + p * PAGE_TOKENS, sum);
-        for (int c = 0; c < COLS; c++)
-            acc[n][c] = sum[c];
-        n++;
+        UNROLL for (int k = 0; k < V_DIMS; k++)
+            UNROLL for (int c = 0; c < COLS; c++)
+                acc[n + k][c] = sum[k][c];
+        n += V_DIMS;
     }
-    for (int c = 0; c < COLS; c++) {
+    UNROLL for (int c = 0; c < COLS; c++) {
         vfloat mine[PER_LANE(HEAD_DIM / W)];
 
         for (int i = 0; i < n; i++)
