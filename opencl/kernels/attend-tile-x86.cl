@@ -384,46 +384,58 @@ typedef struct {
     float offset[N_GROUPS][COLS]; /* sums of weight times 2 offsets */
 } Weights;
 
-/* Codes of weight times V scale; returns the sum of the weights alone. */
-static inline float block_weights(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head, int c,
-                                  float m, const float *scores, Weights *weights)
+static inline int sum_of_lanes(int16 x)
 {
-    float16 l = 0.0f;
-    int16 sum[N_GROUPS];
-    float16 offset[N_GROUPS];
+    int8 a = x.lo + x.hi;
+    int4 b = a.lo + a.hi;
+    int2 c = b.lo + b.hi;
 
-    UNROLL for (int side = 0; side < N_GROUPS; side++) {
-        sum[side] = 0;
-        offset[side] = 0.0f;
+    return c.x + c.y;
+}
+
+/* Codes of weight times V step; @ret_l: the sums of the weights alone. */
+static inline void block_weights(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
+                                 const float m[COLS], const float *scores, Weights *weights, float ret_l[COLS])
+{
+    float16 l[COLS], offset[N_GROUPS][COLS];
+    int16 sum[N_GROUPS][COLS];
+
+    UNROLL for (int c = 0; c < COLS; c++) {
+        l[c] = 0.0f;
+        UNROLL for (int side = 0; side < N_GROUPS; side++) {
+            sum[side][c] = 0;
+            offset[side][c] = 0.0f;
+        }
     }
-    for (int p = 0; p < ref->n_pages; p++) {
-        const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
+    for (int at = 0; at < ref->n_pages * PAGE_TOKENS; at += 16) {
+        const __global uchar *record = block_record(pages, fresh, ref->pages[at / PAGE_TOKENS], kv_head);
+        float16 weight[COLS];
 
-        UNROLL for (int upper = 0; upper < 2; upper++) {
-            const int at = p * PAGE_TOKENS + upper * 16;
-            float16 weight = exp2_coarse(vload16(0, scores + c * BLOCK_TOKENS + at) - m);
+        UNROLL for (int c = 0; c < COLS; c++) {
+            weight[c] = exp2_coarse(*(const float16 *)(scores + c * BLOCK_TOKENS + at) - m[c]);
+            l[c] += weight[c];
+        }
+        UNROLL for (int side = 0; side < N_GROUPS; side++) {
+            const Scale scale = scale_load(record + V_SCALE, side * PAGE_TOKENS + at % PAGE_TOKENS);
+            const float16 top = scale.step * (float)WEIGHT_TOP, twice_offset = scale.offset * 2.0f;
 
-            l += weight;
-            UNROLL for (int side = 0; side < N_GROUPS; side++) {
-                const Scale scale = scale_load(record + V_SCALE, side * PAGE_TOKENS + upper * 16);
-                int16 code = round_to_int(weight * (scale.step * (float)WEIGHT_TOP));
+            UNROLL for (int c = 0; c < COLS; c++) {
+                int16 code = round_to_int(weight[c] * top);
 
-                sum[side] += code;
-                offset[side] = fma(convert_float16(code), scale.offset * 2.0f, offset[side]);
+                sum[side][c] += code;
+                offset[side][c] = fma(convert_float16(code), twice_offset, offset[side][c]);
                 store_bytes(code >> WEIGHT_SHIFT, &weights->part[side][c][0][at]);
                 store_bytes(code & ((1 << WEIGHT_SHIFT) - 1), &weights->part[side][c][1][at]);
             }
         }
     }
-    UNROLL for (int side = 0; side < N_GROUPS; side++) {
-        int8 a = sum[side].lo + sum[side].hi;
-        int4 b = a.lo + a.hi;
-        int2 d = b.lo + b.hi;
-
-        weights->sum[side][c] = d.x + d.y;
-        weights->offset[side][c] = vector_sum(offset[side]);
+    UNROLL for (int c = 0; c < COLS; c++) {
+        ret_l[c] = vector_sum(l[c]);
+        UNROLL for (int side = 0; side < N_GROUPS; side++) {
+            weights->sum[side][c] = sum_of_lanes(sum[side][c]);
+            weights->offset[side][c] = vector_sum(offset[side][c]);
+        }
     }
-    return vector_sum(l);
 }
 
 /* Vectors of 16 dims that are summed together: as many as leave registers for the codes. */
@@ -507,8 +519,7 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
     Weights weights __attribute__((aligned(64)));
 
     block_scores(ref, pages, fresh, next, kv_head, columns, page_angles, places, bytes, scores, turned, m);
-    for (int c = 0; c < COLS; c++)
-        l[c] = block_weights(ref, pages, fresh, kv_head, c, m[c], scores, &weights);
+    block_weights(ref, pages, fresh, kv_head, m, scores, &weights, l);
     for (int first = 0; first < HEAD_DIM / 16; first += V_DIMS)
         block_values(ref, pages, fresh, kv_head, first, bytes, &weights, acc);
     for (int c = 0; c < COLS; c++)
