@@ -172,6 +172,7 @@ shell: packages
 .PHONY: check
 check: packages
 	$(Q)$(MAKE) --no-print-directory check-layers programs tests
+	$(Q)tests/check-units $(BUILD)
 	$(Q)LEAT_TEST_MODEL="$$($(SCRIPTS)/fetch-model)" tests/run-tests $(BUILD)
 
 # Includes go down only: daemon -> cache -> opencl -> quant; inside daemon: bus -> engine -> {model, text}.
