@@ -5,7 +5,7 @@
  *   prompt=N    tokens of the prompt (512)       tokens=N   tokens to decode (64)      chunk=N   rows of a prefill pass (512)
  *   exact=1     compute: exact                   trace=FILE a Chrome trace of eight decode steps after the measured ones
  *   cache.KEY=VALUE  the keys of the YAML cache block, "cache.strategy=dynamic"        state=FOLDER for the calibration
- *   warmup=N    decode steps before the measured ones (4)
+ *   warmup=N    decode steps before the measured ones (4)    programs=FOLDER for compiled kernels
  */
 
 #include "daemon/config/config.h"
@@ -133,27 +133,23 @@ static void run_trace(const Bench *bench, Gpu *gpu, Model *model, KvStore *store
 }
 
 static void report(const Bench *bench, Gpu *gpu, KvStore *store, KvCache *cache, double prefill, double decode, const GpuCounters *before,
-                   const GpuOverlap *overlap)
+                   const GpuCounters *after)
 {
     const KvPolicy *policy = kv_store_policy(store);
     uint64_t used[GPU_PURPOSE_X_MAX], total;
-    GpuCounters after;
     KvBytes bytes;
 
-    gpu_counters(gpu, &after);
     gpu_memory_used(gpu, used, &total);
     kv_cache_bytes(cache, &bytes);
     (void)printf("{\"device\": \"%s\", \"simd\": %d, \"strategy\": \"%s\", \"k_bits\": %u, \"v_bits\": %u, \"prompt\": %u, \"tokens\": %u",
                  gpu_info(gpu)->name, (int)gpu_info(gpu)->simd, kv_strategy_to_string(policy->strategy), policy->form.k_bits,
                  policy->form.v_bits, bench->n_prompt, bench->n_tokens);
     (void)printf(", \"prefill_rate\": %.2f, \"decode_rate\": %.2f, \"launches_per_token\": %.2f, \"uploads_per_token\": %.2f",
-                 bench->n_prompt / prefill, bench->n_tokens / decode, (double)(after.n_launches - before->n_launches) / bench->n_tokens,
-                 (double)(after.n_uploads - before->n_uploads) / bench->n_tokens);
+                 bench->n_prompt / prefill, bench->n_tokens / decode, (double)(after->n_launches - before->n_launches) / bench->n_tokens,
+                 (double)(after->n_uploads - before->n_uploads) / bench->n_tokens);
     (void)printf(", \"upload_bytes_per_token\": %.0f, \"buffers_created\": %" PRIu64 ", \"programs_built\": %" PRIu64,
-                 (double)(after.upload_bytes - before->upload_bytes) / bench->n_tokens, after.n_buffers_created - before->n_buffers_created,
-                 after.n_programs_built - before->n_programs_built);
-    (void)printf(", \"kernel_usec\": %" PRIu64 ", \"upload_usec\": %" PRIu64 ", \"overlap_usec\": %" PRIu64, overlap->kernel_usec,
-                 overlap->upload_usec, overlap->overlap_usec);
+                 (double)(after->upload_bytes - before->upload_bytes) / bench->n_tokens, after->n_buffers_created - before->n_buffers_created,
+                 after->n_programs_built - before->n_programs_built);
     (void)printf(", \"device_bytes\": %" PRIu64 ", \"staging_bytes\": %" PRIu64 ", \"tail_bytes\": %" PRIu64 ", \"cache_host_bytes\": %" PRIu64
                  ", \"tile_blocks\": %u, \"slots\": %u}\n",
                  total, used[GPU_PURPOSE_STAGING], used[GPU_PURPOSE_TAIL], bytes.host, policy->tile_blocks, policy->n_slots);
@@ -172,8 +168,7 @@ int main(int argc, char **argv)
     KvStore *store;
     KvCache *cache;
     KvPolicy policy;
-    GpuCounters before;
-    GpuOverlap overlap = {0};
+    GpuCounters before, after;
     double prefill, decode;
     int32_t token;
     float *logits;
@@ -206,10 +201,10 @@ int main(int argc, char **argv)
     (void)run_decode(model, store, cache, logits, bench.n_warmup, &token);
     gpu_counters(gpu, &before);
     decode = run_decode(model, store, cache, logits, bench.n_tokens, &token);
-    if (bench.trace) {
+    gpu_counters(gpu, &after);
+    if (bench.trace)
         run_trace(&bench, gpu, model, store, cache, logits, &token);
-    }
-    report(&bench, gpu, store, cache, prefill, decode, &before, &overlap);
+    report(&bench, gpu, store, cache, prefill, decode, &before, &after);
     kv_cache_free(cache);
     kv_store_free(store);
     model_free(model);
