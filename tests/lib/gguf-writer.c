@@ -107,6 +107,6 @@ void gguf_writer_save(const GgufWriter *writer, const char *path, size_t size)
 {
     _cleanup_(close_filep) FILE *file = fopen(path, "we");
 
-    if (!file || fwrite(writer->data, 1, size, file) != size || fflush(file) != 0)
+    if (!file || (size && fwrite(writer->data, 1, size, file) != size) || fflush(file) != 0)
         abort();
 }
