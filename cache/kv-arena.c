@@ -69,21 +69,22 @@ static int arena_new(KvArenas *arenas, uint32_t n_blocks, KvArena **ret, ErrorDe
 static int arenas_add(KvArenas *arenas, uint32_t n_blocks, ErrorDetail *reterr)
 {
     _cleanup_(arena_freep) KvArena *arena = NULL;
+    KvBudget *budget = arenas->options.home == KV_HOME_DEVICE ? arenas->options.device_budget : NULL;
     KvArena **grown;
-    uint64_t used = arenas->n_blocks * block_bytes(arenas), granted = n_blocks;
+    uint64_t granted = n_blocks;
     int r;
 
     grown = realloc(arenas->arenas, (arenas->n_arenas + 1) * sizeof(KvArena *));
     if (!grown)
         return error_origin(KV_E_HOST_MEMORY);
     arenas->arenas = grown;
-    if (arenas->options.home == KV_HOME_DEVICE) {
-        granted = MIN(granted, (arenas->options.device_limit_bytes - used) / block_bytes(arenas));
+    if (budget) {
+        granted = MIN(granted, kv_budget_left(budget) / block_bytes(arenas));
         if (granted == 0)
             return error_detail_set(reterr, KV_E_DEVICE_MEMORY,
                                     "cache: pages have %llu bytes on the device, %llu more are needed, their limit is %llu",
-                                    (unsigned long long)used, (unsigned long long)block_bytes(arenas),
-                                    (unsigned long long)arenas->options.device_limit_bytes);
+                                    (unsigned long long)budget->used_bytes, (unsigned long long)block_bytes(arenas),
+                                    (unsigned long long)budget->limit_bytes);
     }
     do {
         r = arena_new(arenas, (uint32_t)granted, &arena, reterr);
@@ -91,9 +92,23 @@ static int arenas_add(KvArenas *arenas, uint32_t n_blocks, ErrorDetail *reterr)
     } while (r == KV_E_DEVICE_MEMORY && granted > 0);
     if (r)
         return error_trace(r);
+    if (budget)
+        (void)kv_budget_take(budget, arena->n_blocks * block_bytes(arenas));
     arenas->n_blocks += arena->n_blocks;
     arenas->arenas[arenas->n_arenas++] = TAKE_PTR(arena);
     return 0;
+}
+
+/* Gives one back to the system. */
+static void arenas_remove(KvArenas *arenas, uint32_t index)
+{
+    KvArena *arena = arenas->arenas[index];
+
+    if (arenas->options.home == KV_HOME_DEVICE && arenas->options.device_budget)
+        kv_budget_return(arenas->options.device_budget, arena->n_blocks * block_bytes(arenas));
+    arenas->n_blocks -= arena->n_blocks;
+    arenas->arenas[index] = arenas->arenas[--arenas->n_arenas];
+    (void)arena_free(arena);
 }
 
 void kv_arenas_init(KvArenas *arenas, const KvArenaOptions *options)
@@ -103,8 +118,8 @@ void kv_arenas_init(KvArenas *arenas, const KvArenaOptions *options)
 
 void kv_arenas_deinit(KvArenas *arenas)
 {
-    for (uint32_t i = 0; i < arenas->n_arenas; i++)
-        (void)arena_free(arenas->arenas[i]);
+    while (arenas->n_arenas > 0)
+        arenas_remove(arenas, arenas->n_arenas - 1);
     free(arenas->arenas);
     *arenas = KV_ARENAS_NULL;
 }
@@ -134,10 +149,8 @@ int kv_arenas_reserve(KvArenas *arenas, uint32_t n_blocks, ErrorDetail *reterr)
     if (r == 0)
         return 0;
     kv_arenas_unreserve(arenas, n_blocks);
-    while (arenas->n_arenas > n_before) { /* empty: nothing has ever been copied to or from them */
-        arenas->n_blocks -= arenas->arenas[--arenas->n_arenas]->n_blocks;
-        (void)arena_free(arenas->arenas[arenas->n_arenas]);
-    }
+    while (arenas->n_arenas > n_before) /* empty: nothing has ever been copied to or from them */
+        arenas_remove(arenas, arenas->n_arenas - 1);
     return error_trace(r);
 }
 
@@ -234,13 +247,7 @@ bool kv_arenas_can_trim(const KvArenas *arenas)
 
 void kv_arenas_trim(KvArenas *arenas)
 {
-    for (uint32_t i = arenas->n_arenas; i-- > 0;) {
-        KvArena *arena = arenas->arenas[i];
-
-        if (!arena_is_spare(arenas, arena))
-            continue;
-        arenas->n_blocks -= arena->n_blocks;
-        arenas->arenas[i] = arenas->arenas[--arenas->n_arenas];
-        (void)arena_free(arena);
-    }
+    for (uint32_t i = arenas->n_arenas; i-- > 0;)
+        if (arena_is_spare(arenas, arenas->arenas[i]))
+            arenas_remove(arenas, i);
 }

@@ -3,8 +3,8 @@
 /*
  * Homes of packed pages: blocks of KV_BLOCK_PAGES page slots in a few arenas.
  *
- * An arena is one address range with a plane per layer; a slot is the same place in every plane, so one index stands for a page
- * of all layers:
+ * An arena is one address range with a plane per layer of a section; a slot is the same place in every plane, so one index stands
+ * for a page of all of them:
  *     byte of (layer, block, page) = layer * plane_bytes + (block * KV_BLOCK_PAGES + page) * page_bytes
  * The unit of allocation and of sharing is the block: it never straddles arenas, so a tile is a few long copies, or is read in
  * place through one buffer.  Pages in a block are written once, in order; n_filled counts them.  A cache may append to a block
@@ -44,7 +44,7 @@ typedef struct KvArenaOptions {
     uint32_t n_layers, page_bytes;
     uint32_t first_blocks, max_blocks; /* of one arena; dynamic growth doubles from first to max */
     uint32_t keep_blocks;              /* what kv_arenas_trim() leaves in any case */
-    uint64_t device_limit_bytes;       /* home device: all arenas together */
+    KvBudget *device_budget;           /* home device: borrowed; charged for whole arenas.  May be NULL: no limit of ours */
     KvBudget *host_budget;             /* borrowed; charged for blocks in use or, when fixed, reserved */
 } KvArenaOptions;
 

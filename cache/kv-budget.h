@@ -1,6 +1,6 @@
 #pragma once
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host bytes that the caches of a store may hold: blocks of pages in use, saved tails, checkpoints. */
+/* Bytes that the caches of a store may hold: on the host blocks of pages in use, saved tails, checkpoints; on the device arenas. */
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -11,6 +11,14 @@ typedef struct KvBudget {
     bool (*reclaim)(void *userdata); /* gives something up (the oldest checkpoint); false when nothing is left; may be NULL */
     void *userdata;
 } KvBudget;
+
+/* How much could be taken without a reclaim. */
+static inline uint64_t kv_budget_left(const KvBudget *budget)
+{
+    if (budget->limit_bytes == 0)
+        return UINT64_MAX;
+    return budget->used_bytes < budget->limit_bytes ? budget->limit_bytes - budget->used_bytes : 0;
+}
 
 static inline bool kv_budget_take(KvBudget *budget, uint64_t bytes)
 {

@@ -20,9 +20,9 @@ static int check_items(const KvStore *store, const KvPassItem *items, uint32_t n
 
     if (store->pass.active)
         return error_detail_set(reterr, -EBUSY, "cache: a pass is in progress");
-    if (n_items == 0 || n_items > kv_store_max_items(store))
+    if (n_items == 0 || n_items > store->sizes.max_items)
         return error_detail_set(reterr, -EINVAL, "cache: a pass of %u sequences, must be 1 to %u", n_items,
-                                kv_store_max_items(store));
+                                store->sizes.max_items);
     for (uint32_t i = 0; i < n_items; i++) {
         const KvCache *cache = items[i].cache;
 
@@ -33,13 +33,13 @@ static int check_items(const KvStore *store, const KvPassItem *items, uint32_t n
                 return error_detail_set(reterr, -EINVAL, "cache: items %u and %u are the same sequence", j, i);
         n_rows += items[i].n_tokens;
     }
-    if (n_rows > store->sizes.attend.max_rows)
+    if (n_rows > store->sizes.max_rows)
         return error_detail_set(reterr, -EINVAL, "cache: a pass of %llu rows, at most %u", (unsigned long long)n_rows,
-                                store->sizes.attend.max_rows);
+                                store->sizes.max_rows);
     for (uint32_t i = 0; i < n_items; i++)
-        if (items[i].n_tokens > store->sizes.policy.max_cache_tokens - items[i].cache->length)
+        if (items[i].n_tokens > store->sizes.policy.max_cache_tokens - items[i].cache->past->length)
             return error_detail_set(reterr, KV_E_CONTEXT, "cache: %u tokens after %u exceed its %u", items[i].n_tokens,
-                                    items[i].cache->length, store->sizes.policy.max_cache_tokens);
+                                    items[i].cache->past->length, store->sizes.policy.max_cache_tokens);
     return 0;
 }
 
@@ -51,43 +51,45 @@ static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, Erro
 
     pass->n_entries = 0;
     for (uint32_t i = 0; i < n_items && !r; i++) {
-        pass->entries[i] = (KvPassEntry){.n_tokens = items[i].n_tokens};
+        pass->entries[i].n_tokens = items[i].n_tokens;
         pass->n_entries = i + 1;
         r = kv_cache_grow(items[i].cache, &pass->entries[i], reterr);
     }
     kv_tails_next_pass(&store->tails);
     for (uint32_t i = 0; i < n_items && !r; i++)
-        r = kv_tails_acquire(&store->tails, &items[i].cache->tail, reterr);
+        r = kv_tails_acquire(&store->tails, &items[i].cache->past->tail, reterr);
     for (uint32_t i = 0; i < pass->n_entries && r; i++)
         kv_cache_shrink(&pass->entries[i]);
     return error_trace(r);
 }
 
-static void fill_items(KvStore *store, bool after)
+/* The sequences as section @s sees them, in this pass or in the one to come. */
+static void fill_items(KvStore *store, uint32_t s, bool after)
 {
     for (uint32_t i = 0; i < store->pass.n_entries; i++) {
         const KvPassEntry *entry = &store->pass.entries[i];
+        const KvPast *past = entry->cache->past;
 
         store->items[i] = (KvScheduleItem){
-            .blocks = entry->cache->blocks,
-            .length = entry->cache->length + (after ? entry->n_tokens : 0),
+            .blocks = past->sections[s].blocks,
+            .length = past->length + (after ? entry->n_tokens : 0),
             .n_tokens = after ? 1 : entry->n_tokens,
-            .tail_slot = (uint32_t)entry->cache->tail->slot,
+            .tail_slot = (uint32_t)past->tail->slot,
         };
     }
 }
 
 /* Angles as the oracle computes them: position times frequency, rounded to float32, then cosine and sine. */
-static void write_rope(const KvStore *store, float *rope)
+static void write_rope(const KvSection *section, float *rope)
 {
-    uint32_t n_freq = store->sizes.attend.shape.rotary_dim / 2;
+    uint32_t n_freq = section->sizes->attend.shape.rotary_dim / 2;
 
-    for (uint32_t g = 0; g < store->schedule.n_groups; g++) {
-        const AttendGroup *group = &store->schedule.groups[g];
+    for (uint32_t g = 0; g < section->schedule.n_groups; g++) {
+        const AttendGroup *group = &section->schedule.groups[g];
 
         for (int32_t row = 0; row < group->n_rows; row++)
             for (uint32_t f = 0; f < n_freq; f++) {
-                float angle = (float)(group->pos0 + row) * store->inv_freq[f];
+                float angle = (float)(group->pos0 + row) * section->inv_freq[f];
 
                 *rope++ = (float)cos((double)angle);
                 *rope++ = (float)sin((double)angle);
@@ -95,8 +97,8 @@ static void write_rope(const KvStore *store, float *rope)
     }
 }
 
-/* Where the next section of the step input goes. */
-static uint64_t section(uint64_t *end, uint64_t bytes)
+/* Where the next part of the step input goes. */
+static uint64_t part(uint64_t *end, uint64_t bytes)
 {
     uint64_t offset = *end;
 
@@ -104,35 +106,56 @@ static uint64_t section(uint64_t *end, uint64_t bytes)
     return offset;
 }
 
-static int write_inputs(KvPass *pass)
+static int write_inputs(const KvPass *pass, KvSection *section)
 {
-    KvStore *store = pass->store;
-    const KvSchedule *schedule = &store->schedule;
-    uint64_t end = 0, rope_bytes = (uint64_t)schedule->n_rows * store->sizes.attend.shape.rotary_dim * sizeof(float);
+    const KvSchedule *schedule = &section->schedule;
+    uint64_t end = 0, rope_bytes = (uint64_t)schedule->n_rows * section->sizes->attend.shape.rotary_dim * sizeof(float);
     uint64_t groups_bytes = schedule->n_groups * sizeof(AttendGroup), packs_bytes = schedule->n_packs * sizeof(AttendPack);
     uint64_t refs_bytes = schedule->n_refs * sizeof(AttendRef);
     uint64_t spans_bytes = (uint64_t)schedule->n_tiles * schedule->n_groups * sizeof(AttendSpan);
+    uint8_t *memory = section->inputs_memory;
 
-    pass->attend = (AttendPass){
+    section->pass = (AttendPass){
         .n_rows = schedule->n_rows,
         .n_groups = schedule->n_groups,
-        .rope = store->inputs,
-        .rope_offset = section(&end, rope_bytes),
-        .groups = store->inputs,
-        .groups_offset = section(&end, groups_bytes),
+        .rope = section->inputs,
+        .rope_offset = part(&end, rope_bytes),
+        .groups = section->inputs,
+        .groups_offset = part(&end, groups_bytes),
         .n_sequences = pass->n_entries,
     };
-    pass->packs_offset = section(&end, packs_bytes);
-    pass->refs_offset = section(&end, refs_bytes);
-    pass->spans_offset = section(&end, spans_bytes);
+    section->packs_offset = part(&end, packs_bytes);
+    section->refs_offset = part(&end, refs_bytes);
+    section->spans_offset = part(&end, spans_bytes);
 
-    write_rope(store, (float *)(store->inputs_memory + pass->attend.rope_offset));
-    memcpy(store->inputs_memory + pass->attend.groups_offset, schedule->groups, groups_bytes);
-    memcpy(store->inputs_memory + pass->packs_offset, schedule->packs, packs_bytes);
-    memcpy(store->inputs_memory + pass->refs_offset, schedule->refs, refs_bytes);
-    memcpy(store->inputs_memory + pass->spans_offset, schedule->spans, spans_bytes);
-    return gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, store->inputs, 0, store->inputs_memory, end, GPU_WAIT_NONE, "kv inputs",
-                      NULL);
+    write_rope(section, (float *)(memory + section->pass.rope_offset));
+    memcpy(memory + section->pass.groups_offset, schedule->groups, groups_bytes);
+    memcpy(memory + section->packs_offset, schedule->packs, packs_bytes);
+    memcpy(memory + section->refs_offset, schedule->refs, refs_bytes);
+    memcpy(memory + section->spans_offset, schedule->spans, spans_bytes);
+    return gpu_upload(pass->store->gpu, GPU_QUEUE_COMPUTE, section->inputs, 0, memory, end, GPU_WAIT_NONE, "kv inputs", NULL);
+}
+
+/* Layers without attention are done when those before them are. */
+static void skip_layers(KvPass *pass)
+{
+    const KvSizes *sizes = &pass->store->sizes;
+
+    while (pass->n_layers_done < sizes->n_layers && sizes->layers[pass->n_layers_done].section == KV_NO_SECTION)
+        pass->n_layers_done++;
+}
+
+static int plan_pass(KvPass *pass)
+{
+    KvStore *store = pass->store;
+    int r = 0;
+
+    for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++) {
+        fill_items(store, s, false);
+        kv_schedule_build(&store->sections[s].schedule, store->items, pass->n_entries);
+        r = write_inputs(pass, &store->sections[s]);
+    }
+    return r ? error_trace(r) : kv_ring_begin(&store->ring, false, kv_store_home(store));
 }
 
 int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr)
@@ -148,17 +171,14 @@ int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvP
     pass->store = store;
     pass->n_layers_done = 0;
     pass->layer_started = false;
+    skip_layers(pass);
     r = reserve(pass, items, n_items, reterr);
     if (r)
         return error_trace(r);
     pass->active = true;
     for (uint32_t i = 0; i < n_items; i++)
         items[i].cache->in_pass = true;
-    fill_items(store, false);
-    kv_schedule_build(&store->schedule, store->items, n_items);
-    r = write_inputs(pass);
-    if (!r)
-        r = kv_ring_begin(&store->ring, &store->schedule, kv_store_home(store));
+    r = plan_pass(pass);
     if (r) {
         (void)kv_pass_abort(pass);
         return error_trace(kv_error(r));
@@ -196,8 +216,10 @@ static uint32_t homeward_run(const KvHomeward *homewards, uint32_t n)
 /* Sends the scratch buffer's pages home once @packed has completed. */
 static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
 {
-    const KvSchedule *schedule = &store->schedule;
-    uint32_t parity = layer & 1, page_bytes = store->sizes.layout.page_bytes, run;
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
+    const KvSchedule *schedule = &section->schedule;
+    uint32_t parity = layer & 1, page_bytes = section->sizes->layout.page_bytes, run;
     GpuWait wait = {&packed, 1};
     GpuEvent *last = NULL;
     int r = 0;
@@ -206,7 +228,7 @@ static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
     for (uint32_t i = 0; i < schedule->n_packs && !r; i += run) {
         const KvHomeward *to = &schedule->homewards[i];
         KvArena *arena = to->block->arena;
-        uint64_t offset = kv_block_offset(&store->arenas, to->block, layer, to->page), from = (uint64_t)i * page_bytes;
+        uint64_t offset = kv_block_offset(&section->arenas, to->block, place->plane, to->page), from = (uint64_t)i * page_bytes;
 
         run = homeward_run(to, schedule->n_packs - i);
         last = gpu_event_unref(last);
@@ -220,82 +242,84 @@ static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
     if (r)
         return error_trace(r);
     (void)gpu_event_unref(store->fresh_events[parity]);
-    (void)gpu_event_unref(store->home_events[layer]);
     store->fresh_events[parity] = gpu_event_ref(last);
-    store->home_events[layer] = last;
+    kv_store_set_home(store, layer, last);
     return gpu_flush(store->gpu, GPU_QUEUE_DOWNLOAD);
 }
 
-static int pack_pages(KvPass *pass, uint32_t layer, const AttendLayer *buffers)
+static int pack_pages(KvStore *store, uint32_t layer, const AttendLayer *buffers)
 {
     _cleanup_(gpu_event_unrefp) GpuEvent *packed = NULL;
-    KvStore *store = pass->store;
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
     int r;
 
-    if (store->schedule.n_packs == 0)
+    if (section->schedule.n_packs == 0)
         return 0;
     r = gate(store, layer & 1);
     if (r)
         return error_trace(r);
-    r = attend_pack(store->attend, &pass->attend, buffers, store->inputs, pass->packs_offset, store->schedule.n_packs,
+    r = attend_pack(section->attend, &section->pass, buffers, section->inputs, section->packs_offset, section->schedule.n_packs,
                     store->fresh[layer & 1], &packed);
-    if (r)
+    if (r || place->owner != layer) /* the source has sent the same pages home */
         return error_trace(r);
     return error_trace(send_home(store, layer, packed));
 }
 
-static int attend_one_tile(KvPass *pass, uint32_t layer, uint32_t t, const AttendLayer *buffers)
+static int attend_one_tile(KvStore *store, uint32_t layer, uint32_t t, const AttendLayer *buffers)
 {
     _cleanup_(gpu_event_unrefp) GpuEvent *done = NULL;
-    KvStore *store = pass->store;
-    const KvSchedule *schedule = &store->schedule;
-    const KvTile *tile = &schedule->tiles[t];
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
+    const KvTile *tile = &section->schedule.tiles[t];
     KvHomeEvents home = kv_store_home(store);
     KvRingSlot *slot = NULL;
     GpuEvent *wait = NULL;
     AttendTile args = {
         .pages = store->fresh[layer & 1], /* when nothing of the tile is at home */
         .fresh = store->fresh[layer & 1],
-        .refs = store->inputs,
-        .refs_offset = pass->refs_offset + tile->first_ref * sizeof(AttendRef),
-        .spans = store->inputs,
-        .spans_offset = pass->spans_offset + (uint64_t)t * schedule->n_groups * sizeof(AttendSpan),
+        .refs = section->inputs,
+        .refs_offset = section->refs_offset + tile->first_ref * sizeof(AttendRef),
+        .spans = section->inputs,
+        .spans_offset = section->spans_offset + (uint64_t)t * section->schedule.n_groups * sizeof(AttendSpan),
         .n_refs = tile->n_refs,
     };
     int r;
 
     if (tile->arena) {
         args.pages = tile->arena->buffer;
-        args.pages_offset = layer * tile->arena->plane_bytes;
-        wait = tile->serial > home.settled ? home.events[layer] : NULL;
+        args.pages_offset = place->plane * tile->arena->plane_bytes;
+        wait = tile->serial > home.settled ? home.events[place->owner] : NULL;
     } else if (tile->staged) {
-        r = kv_ring_acquire(&store->ring, schedule, home, &slot);
+        r = kv_ring_acquire(&store->ring, home, &slot);
         if (r)
             return error_trace(r);
         args.pages = slot->buffer;
         wait = slot->filled;
     }
-    r = attend_tile(store->attend, &pass->attend, buffers, &args, (GpuWait){&wait, 1}, slot ? &done : NULL);
+    r = attend_tile(section->attend, &section->pass, buffers, &args, (GpuWait){&wait, 1}, slot ? &done : NULL);
     if (r || !slot)
         return error_trace(r);
-    return error_trace(kv_ring_release(&store->ring, schedule, home, TAKE_PTR(done)));
+    return error_trace(kv_ring_release(&store->ring, home, TAKE_PTR(done)));
 }
 
-static int run_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out)
+/* A layer that others share is committed after the last of them: until then they read the tail as it was before the pass. */
+static int run_layer(KvStore *store, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out)
 {
-    KvStore *store = pass->store;
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    KvSection *section = &store->sections[place->section];
     AttendLayer buffers = kv_store_layer(store, layer);
     int r;
 
-    r = attend_prepare(store->attend, &pass->attend, &buffers, qkv);
+    r = attend_prepare(section->attend, &section->pass, &buffers, qkv);
     if (!r)
-        r = pack_pages(pass, layer, &buffers);
-    for (uint32_t t = 0; t < store->schedule.n_tiles && !r; t++)
-        r = attend_one_tile(pass, layer, t, &buffers);
+        r = pack_pages(store, layer, &buffers);
+    for (uint32_t t = 0; t < section->schedule.n_tiles && !r; t++)
+        r = attend_one_tile(store, layer, t, &buffers);
     if (!r)
-        r = attend_finish(store->attend, &pass->attend, &buffers, out);
-    if (!r)
-        r = attend_commit(store->attend, &pass->attend, &buffers);
+        r = attend_finish(section->attend, &section->pass, &buffers, out);
+    if (!r && place->last)
+        r = attend_commit(section->attend, &section->pass, &buffers);
     return error_trace(r);
 }
 
@@ -306,10 +330,11 @@ int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer 
     if (layer != pass->n_layers_done || layer >= pass->store->sizes.n_layers)
         return error_detail_set(reterr, -EINVAL, "cache: layer %u, but %u is next", layer, pass->n_layers_done);
     pass->layer_started = true;
-    r = run_layer(pass, layer, qkv, out);
+    r = run_layer(pass->store, layer, qkv, out);
     if (r)
         return error_detail_set(reterr, kv_error(r), "cache: attention of layer %u could not be queued", layer);
     pass->n_layers_done++;
+    skip_layers(pass);
     return 0;
 }
 
@@ -321,14 +346,17 @@ int kv_pass_prefetch(KvPass *pass)
 
     if (pass->n_layers_done != store->sizes.n_layers)
         return error_origin(-EINVAL);
-    if (store->sizes.direct)
+    if (store->ring.n_slots == 0)
         return 0;
     for (uint32_t i = 0; i < pass->n_entries; i++)
-        if (pass->entries[i].cache->length + pass->entries[i].n_tokens >= store->sizes.policy.max_cache_tokens)
+        if (pass->entries[i].cache->past->length + pass->entries[i].n_tokens >= store->sizes.policy.max_cache_tokens)
             return 0; /* there is no next pass for it */
-    fill_items(store, true);
-    kv_schedule_tiles(&store->next_schedule, store->items, pass->n_entries);
-    return error_trace(kv_error(kv_ring_begin(&store->ring, &store->next_schedule, kv_store_home(store))));
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+        if (!store->sections[s].sizes->direct) {
+            fill_items(store, s, true);
+            kv_schedule_tiles(&store->sections[s].next_schedule, store->items, pass->n_entries);
+        }
+    return error_trace(kv_error(kv_ring_begin(&store->ring, true, kv_store_home(store))));
 }
 
 static void pass_end(KvPass *pass)
@@ -336,6 +364,20 @@ static void pass_end(KvPass *pass)
     pass->active = false;
     for (uint32_t i = 0; i < pass->n_entries; i++)
         pass->entries[i].cache->in_pass = false;
+}
+
+/* Pages that the pass wrote are now the section's past. */
+static void commit_section(const KvStore *store, uint32_t s, KvPast *past, uint32_t n_tokens)
+{
+    KvSectionPast *section = &past->sections[s];
+
+    for (uint32_t b = past->length / KV_PAGE_TOKENS / KV_BLOCK_PAGES; b < section->n_blocks; b++)
+        if (section->blocks[b]->write_serial == store->serial) {
+            section->blocks[b]->serial = store->serial;
+            section->blocks[b]->write_serial = 0;
+        }
+    if (past->length + n_tokens > KV_TAIL_TOKENS)
+        section->tail_from = MAX(section->tail_from, past->length + n_tokens - KV_TAIL_TOKENS);
 }
 
 int kv_pass_commit(KvPass *pass)
@@ -346,18 +388,12 @@ int kv_pass_commit(KvPass *pass)
         return error_origin(-EINVAL);
     for (uint32_t i = 0; i < pass->n_entries; i++) {
         KvPassEntry *entry = &pass->entries[i];
-        KvCache *cache = entry->cache;
-        uint32_t first = cache->length / KV_PAGE_TOKENS / KV_BLOCK_PAGES;
+        KvPast *past = entry->cache->past;
 
-        for (uint32_t b = first; b < cache->n_blocks; b++)
-            if (cache->blocks[b]->write_serial == store->serial) {
-                cache->blocks[b]->serial = store->serial;
-                cache->blocks[b]->write_serial = 0;
-            }
-        kv_tail_settle(cache->tail);
-        cache->length += entry->n_tokens;
-        if (cache->length > KV_TAIL_TOKENS)
-            cache->tail_from = MAX(cache->tail_from, cache->length - KV_TAIL_TOKENS);
+        for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+            commit_section(store, s, past, entry->n_tokens);
+        kv_tail_settle(past->tail);
+        past->length += entry->n_tokens;
     }
     pass_end(pass);
     return 0;
@@ -378,7 +414,7 @@ KvPass *kv_pass_abort(KvPass *pass)
         kv_cache_shrink(&pass->entries[i]);
     pass_end(pass);
     for (uint32_t i = 0; i < pass->n_entries && pass->layer_started; i++)
-        if (kv_cache_recover(pass->entries[i].cache, pass->entries[i].cache->length + pass->entries[i].n_tokens, NULL))
+        if (kv_cache_recover(pass->entries[i].cache, pass->entries[i].cache->past->length + pass->entries[i].n_tokens, NULL))
             (void)kv_cache_clear(pass->entries[i].cache); /* its recent tokens are lost with the device */
     return NULL;
 }

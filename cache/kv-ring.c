@@ -6,19 +6,27 @@
 
 #include <string.h>
 
-int kv_ring_init(KvRing *ring, Gpu *gpu, const KvSizes *sizes, const KvArenas *arenas, ErrorDetail *reterr)
+/* Loads of the longest tile. */
+static uint32_t most_loads(const KvSizes *sizes)
+{
+    uint32_t most = 1;
+
+    for (uint32_t s = 0; s < sizes->n_sections; s++)
+        if (!sizes->sections[s].direct)
+            most = MAX(most, sizes->sections[s].tile_blocks);
+    return most;
+}
+
+int kv_ring_init(KvRing *ring, Gpu *gpu, const KvSizes *sizes, ErrorDetail *reterr)
 {
     int r;
 
-    *ring = (KvRing){
-        .gpu = gpu,
-        .arenas = arenas,
-        .n_slots = sizes->plan.n_slots,
-        .n_layers = sizes->n_layers,
-        .block_bytes = sizes->block_layer_bytes,
-    };
+    *ring = (KvRing){.gpu = gpu, .n_slots = sizes->plan.n_slots, .n_layers = sizes->n_layers};
+    ring->layers = calloc(sizes->n_layers, sizeof(KvRingLayer));
+    if (!ring->layers)
+        return error_origin(KV_E_HOST_MEMORY);
     for (uint32_t i = 0; i < ring->n_slots; i++) {
-        ring->slots[i].loads = calloc(sizes->policy.tile_blocks, sizeof(KvLoad));
+        ring->slots[i].loads = calloc(most_loads(sizes), sizeof(KvLoad));
         if (!ring->slots[i].loads)
             return error_origin(KV_E_HOST_MEMORY);
         r = gpu_buffer_new(gpu, GPU_PURPOSE_STAGING, sizes->tile_bytes, &ring->slots[i].buffer, reterr);
@@ -44,12 +52,14 @@ void kv_ring_deinit(KvRing *ring)
         ring->slots[i].buffer = gpu_buffer_free(ring->slots[i].buffer);
         free(ring->slots[i].loads);
     }
+    free(ring->layers);
     *ring = KV_RING_NULL;
 }
 
-static bool slot_holds(const KvRingSlot *slot, const KvTile *tile, const KvLoad *loads, uint32_t layer)
+/* Blocks of different sections are different, so the plane and they tell everything. */
+static bool slot_holds(const KvRingSlot *slot, const KvTile *tile, const KvLoad *loads, uint32_t plane)
 {
-    if (slot->layer != layer || slot->n_loads != tile->n_loads)
+    if (slot->plane != plane || slot->n_loads != tile->n_loads)
         return false;
     for (uint32_t i = 0; i < tile->n_loads; i++) {
         const KvLoad *has = &slot->loads[i], *wants = &loads[tile->first_load + i];
@@ -73,9 +83,10 @@ static uint32_t run_length(const KvLoad *loads, uint32_t n)
 }
 
 /* Queues the copies of one tile into its slot. */
-static int slot_fill(KvRing *ring, KvRingSlot *slot, const KvTile *tile, const KvLoad *loads, uint32_t layer, GpuWait wait)
+static int slot_fill(KvRing *ring, KvRingSlot *slot, const KvTile *tile, const KvLoad *loads, const KvRingLayer *layer, GpuWait wait)
 {
-    uint32_t page_bytes = ring->arenas->options.page_bytes, run;
+    uint64_t page_bytes = layer->arenas->options.page_bytes, block_bytes = KV_BLOCK_PAGES * page_bytes;
+    uint32_t run;
     int r;
 
     slot->n_loads = 0; /* until all is queued */
@@ -87,16 +98,15 @@ static int slot_fill(KvRing *ring, KvRingSlot *slot, const KvTile *tile, const K
             continue;
         run = run_length(first, tile->n_loads - i);
         slot->filled = gpu_event_unref(slot->filled);
-        r = gpu_upload(ring->gpu, GPU_QUEUE_UPLOAD, slot->buffer, i * ring->block_bytes,
-                       first->block->arena->memory + kv_block_offset(ring->arenas, first->block, layer, 0),
-                       (run - 1) * ring->block_bytes + (uint64_t)first[run - 1].n_pages * page_bytes, wait, "kv tile",
-                       &slot->filled);
+        r = gpu_upload(ring->gpu, GPU_QUEUE_UPLOAD, slot->buffer, i * block_bytes,
+                       first->block->arena->memory + kv_block_offset(layer->arenas, first->block, layer->plane, 0),
+                       (run - 1) * block_bytes + first[run - 1].n_pages * page_bytes, wait, "kv tile", &slot->filled);
         if (r)
             return error_trace(r);
     }
     memcpy(slot->loads, &loads[tile->first_load], tile->n_loads * sizeof(KvLoad));
     slot->n_loads = tile->n_loads;
-    slot->layer = layer;
+    slot->plane = layer->plane;
     return 0;
 }
 
@@ -105,19 +115,32 @@ static KvRingSlot *ring_slot(KvRing *ring, uint64_t number)
     return &ring->slots[(ring->head + number) % ring->n_slots];
 }
 
-/* Queues copies until the ring is as far ahead as it is long. */
-static int ring_advance(KvRing *ring, const KvSchedule *schedule, KvHomeEvents home)
+/* Passes over layers that have no staged tile left; false at the end of the pass. */
+static bool find_tile(const KvRing *ring, KvRingPlace *place)
 {
-    uint64_t end = (uint64_t)ring->n_layers * schedule->n_staged;
+    for (; place->layer < ring->n_layers; place->layer++, place->tile = 0) {
+        const KvSchedule *schedule = ring->layers[place->layer].schedules[ring->next];
+
+        if (schedule && place->tile < schedule->n_staged)
+            return true;
+    }
+    return false;
+}
+
+/* Queues copies until the ring is as far ahead as it is long. */
+static int ring_advance(KvRing *ring, KvHomeEvents home)
+{
+    KvRingPlace *place = &ring->queued;
     int r;
 
-    for (end = MIN(end, ring->n_read + ring->n_slots); ring->n_queued < end; ring->n_queued++) {
-        uint32_t layer = (uint32_t)(ring->n_queued / schedule->n_staged);
-        const KvTile *tile = &schedule->tiles[schedule->staged[ring->n_queued % schedule->n_staged]];
-        KvRingSlot *slot = ring_slot(ring, ring->n_queued);
-        GpuEvent *waits[2] = {slot->read, tile->serial > home.settled ? home.events[layer] : NULL};
+    for (; place->number < ring->n_read + ring->n_slots && find_tile(ring, place); place->number++, place->tile++) {
+        const KvRingLayer *layer = &ring->layers[place->layer];
+        const KvSchedule *schedule = layer->schedules[ring->next];
+        const KvTile *tile = &schedule->tiles[schedule->staged[place->tile]];
+        KvRingSlot *slot = ring_slot(ring, place->number);
+        GpuEvent *waits[2] = {slot->read, tile->serial > home.settled ? home.events[layer->owner] : NULL};
 
-        if (slot_holds(slot, tile, schedule->loads, layer))
+        if (slot_holds(slot, tile, schedule->loads, layer->plane))
             continue;
         r = slot_fill(ring, slot, tile, schedule->loads, layer, (GpuWait){waits, N_ELEMENTS(waits)});
         if (r)
@@ -126,15 +149,16 @@ static int ring_advance(KvRing *ring, const KvSchedule *schedule, KvHomeEvents h
     return gpu_flush(ring->gpu, GPU_QUEUE_UPLOAD);
 }
 
-int kv_ring_begin(KvRing *ring, const KvSchedule *schedule, KvHomeEvents home)
+int kv_ring_begin(KvRing *ring, bool next, KvHomeEvents home)
 {
     kv_ring_end(ring);
-    return schedule->n_staged > 0 ? ring_advance(ring, schedule, home) : 0;
+    ring->next = next;
+    return ring->n_slots > 0 ? ring_advance(ring, home) : 0;
 }
 
-int kv_ring_acquire(KvRing *ring, const KvSchedule *schedule, KvHomeEvents home, KvRingSlot **ret)
+int kv_ring_acquire(KvRing *ring, KvHomeEvents home, KvRingSlot **ret)
 {
-    int r = ring_advance(ring, schedule, home);
+    int r = ring_advance(ring, home);
 
     if (r)
         return error_trace(r);
@@ -142,18 +166,19 @@ int kv_ring_acquire(KvRing *ring, const KvSchedule *schedule, KvHomeEvents home,
     return 0;
 }
 
-int kv_ring_release(KvRing *ring, const KvSchedule *schedule, KvHomeEvents home, GpuEvent *event)
+int kv_ring_release(KvRing *ring, KvHomeEvents home, GpuEvent *event)
 {
     KvRingSlot *slot = ring_slot(ring, ring->n_read);
 
     (void)gpu_event_unref(slot->read);
     slot->read = event;
     ring->n_read++;
-    return ring_advance(ring, schedule, home);
+    return ring_advance(ring, home);
 }
 
 void kv_ring_end(KvRing *ring)
 {
     ring->head += ring->n_read;
-    ring->n_read = ring->n_queued = 0;
+    ring->n_read = 0;
+    ring->queued = (KvRingPlace){0};
 }

@@ -14,7 +14,7 @@ static void *carve(void *memory, size_t *offset, size_t n, size_t size)
     return array;
 }
 
-static size_t schedule_layout(KvSchedule *schedule, const KvSizes *sizes)
+static size_t schedule_layout(KvSchedule *schedule, const KvSectionSizes *sizes)
 {
     bool rows = !schedule->next;
     size_t offset = 0, groups = rows ? sizes->max_groups : 0, packs = rows ? sizes->max_packs : 0;
@@ -35,12 +35,12 @@ static size_t schedule_layout(KvSchedule *schedule, const KvSizes *sizes)
     return offset;
 }
 
-int kv_schedule_init(KvSchedule *schedule, const KvSizes *sizes, bool next)
+int kv_schedule_init(KvSchedule *schedule, const KvSectionSizes *sizes, bool next)
 {
     *schedule = (KvSchedule){
         .max_items = sizes->max_loads / sizes->max_blocks,
         .max_blocks = sizes->max_blocks,
-        .tile_blocks = sizes->policy.tile_blocks,
+        .tile_blocks = sizes->tile_blocks,
         .direct = sizes->direct,
         .next = next,
     };

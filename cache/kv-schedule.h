@@ -1,7 +1,7 @@
 #pragma once
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What one layer of a pass reads and packs, the same for every layer: groups of rows, pages to pack, blocks of the past to
+ * What one layer of a pass reads and packs, the same for every layer of a section: groups of rows, pages to pack, blocks of the past to
  * bring (loads), tiles of loads in reading order, and which block of which tile each group sees (refs, spans).  Pure
  * arithmetic on positions and blocks: no device.
  *
@@ -65,8 +65,8 @@ typedef struct KvSchedule {
 
 #define KV_SCHEDULE_NULL ((KvSchedule){0})
 
-/* Allocates for the largest pass of @sizes; with @next only for loads and tiles (what a prefetch needs).  -ENOMEM. */
-int kv_schedule_init(KvSchedule *schedule, const KvSizes *sizes, bool next);
+/* Allocates for the largest pass that @sizes allows; with @next only for loads and tiles (what a prefetch needs).  -ENOMEM. */
+int kv_schedule_init(KvSchedule *schedule, const KvSectionSizes *sizes, bool next);
 void kv_schedule_deinit(KvSchedule *schedule);
 /* Loads and tiles; then groups, packs, refs and spans as well. */
 void kv_schedule_tiles(KvSchedule *schedule, const KvScheduleItem *items, uint32_t n_items);

@@ -9,25 +9,49 @@
 
 #define KV_BLOCK_TOKENS ((uint32_t)(KV_PAGE_TOKENS * KV_BLOCK_PAGES))
 #define KV_MAX_SLOTS    8
+#define KV_NO_SECTION   UINT32_MAX
 
-typedef struct KvSizes {
-    KvPolicy policy; /* every automatic value filled in */
+/* One section: layers that agree in all of this. */
+typedef struct KvSectionSizes {
+    KvLayerKind kind;
+    KvHome home;
     KvLayout layout;
-    AttendOptions attend;
-    bool direct; /* tiles are read where the pages live: there is no ring */
-    uint32_t n_layers, n_sequences;
+    AttendOptions attend; /* inv_freq is borrowed from the model */
+    bool direct;          /* tiles are read where the pages live, not from the ring */
+    uint32_t n_planes;    /* layers that keep something */
 
     uint32_t max_blocks; /* of one cache */
     uint32_t max_groups, max_loads, max_tiles, max_refs, max_packs; /* of one pass */
+    uint32_t tile_blocks;
 
     uint64_t block_layer_bytes; /* one block of pages, one layer */
-    uint64_t block_bytes;       /* all layers */
-    uint64_t tile_bytes, fresh_bytes, tail_layer_bytes, tail_slot_bytes, calibration_layer_bytes, inputs_bytes;
+    uint64_t block_bytes;       /* all planes */
+    uint64_t tail_offset, tail_layer_bytes; /* its part of a tail slot, and a layer of it */
+    uint64_t calibration_layer_bytes, inputs_bytes;
 
-    uint32_t first_arena_blocks, max_arena_blocks;
-    uint64_t device_page_limit_bytes; /* home device: what the policy's budget leaves for pages; UINT64_MAX: no limit of ours */
+    uint32_t first_arena_blocks, max_arena_blocks, device_blocks /* home device: there from the start to the end */;
+} KvSectionSizes;
+
+/* Where a layer is. */
+typedef struct KvLayerPlace {
+    uint32_t section; /* KV_NO_SECTION: it has no attention */
+    uint32_t plane;
+    uint32_t owner;   /* the layer that writes the plane: itself, or a shared layer's source */
+    bool last;        /* no later layer reads the plane in a pass */
+} KvLayerPlace;
+
+typedef struct KvSizes {
+    KvPolicy policy; /* every automatic value filled in */
+    uint32_t n_layers, n_sections, n_sequences, max_items, max_rows;
+    KvLayerPlace *layers;     /* (n_layers) */
+    KvSectionSizes *sections; /* (n_sections) */
+    uint64_t tile_bytes, fresh_bytes, tail_slot_bytes;
+    uint64_t device_page_limit_bytes; /* what the policy's budget leaves for pages; UINT64_MAX: no limit of ours */
     KvPlan plan;
 } KvSizes;
 
-/* 0, KV_E_DEVICE_MEMORY when not even one block a tile fits, or -EINVAL / -ENOTSUP; the detail names the culprit. */
+#define KV_SIZES_NULL ((KvSizes){0})
+
+/* 0, KV_E_DEVICE_MEMORY when not even one block a tile fits, KV_E_HOST_MEMORY, or -EINVAL / -ENOTSUP; the detail names the culprit. */
 int kv_sizes_compute(const GpuInfo *info, const KvModel *model, const KvPolicy *policy, KvSizes *ret, ErrorDetail *reterr);
+void kv_sizes_deinit(KvSizes *sizes);

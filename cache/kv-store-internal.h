@@ -1,6 +1,6 @@
 #pragma once
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The bodies of store, cache and pass, for cache/ only. */
+/* The bodies of store, section, cache and pass, for cache/ only. */
 
 #include "cache/kv-arena.h"
 #include "cache/kv-error.h"
@@ -12,52 +12,78 @@
 #define KV_CHECKPOINTS_NEW 8 /* the newest are all kept; */
 #define KV_CHECKPOINTS_MAX 16 /* older ones evenly spaced */
 
+/* A sequence's past in one section. */
+typedef struct KvSectionPast {
+    uint32_t tail_from; /* the tail ring holds positions [tail_from, length) */
+    uint32_t n_blocks;  /* blocks that hold pages, ceil(length / KV_PAGE_TOKENS / KV_BLOCK_PAGES) between passes */
+    KvBlock **blocks;   /* (max_blocks) */
+} KvSectionPast;
+
 /* A place to crop back to. */
 typedef struct KvCheckpoint {
-    uint32_t length, tail_from;
+    uint32_t length;
     uint64_t made; /* the store's clock: the oldest gives way when the host budget is short */
     KvSaved *saved;
+    uint32_t tail_from[]; /* (n_sections) */
 } KvCheckpoint;
+
+/* A sequence's past.  Caches own one each; a fork begins with a copy, which costs pointers. */
+typedef struct KvPast {
+    KvStore *store;
+    uint32_t length;
+    KvTail *tail; /* NULL: empty past */
+    uint32_t n_checkpoints;
+    KvCheckpoint *checkpoints[KV_CHECKPOINTS_MAX]; /* by length */
+    KvSectionPast sections[];                      /* (n_sections); their arrays of blocks lie behind */
+} KvPast;
 
 struct KvCache {
     KvStore *store;
     KvCache *previous, *next; /* all caches of the store */
-    uint32_t length;
-    uint32_t n_blocks;        /* blocks that hold pages, ceil(length / KV_PAGE_TOKENS / KV_BLOCK_PAGES) between passes */
-    KvBlock **blocks;         /* (max_blocks) */
-    KvTail *tail;             /* NULL: empty past */
-    uint32_t tail_from;       /* the tail ring holds positions [tail_from, length) */
-    uint32_t n_checkpoints;
-    KvCheckpoint checkpoints[KV_CHECKPOINTS_MAX]; /* by length */
+    KvPast *past;
     bool in_pass;
 };
+
+/* What a pass did to one section of a cache. */
+typedef struct KvEntrySection {
+    uint32_t n_blocks_before;
+    KvBlock *claimed; /* incomplete block that the pass appends to */
+} KvEntrySection;
 
 typedef struct KvPassEntry {
     KvCache *cache;
     uint32_t n_tokens;
-    uint32_t n_blocks_before;
-    KvBlock *claimed; /* incomplete block that the pass appends to */
+    KvEntrySection *sections; /* (n_sections) */
 } KvPassEntry;
 
 struct KvPass {
     KvStore *store;
     bool active;
-    uint32_t n_entries, n_layers_done;
+    uint32_t n_entries, n_layers_done; /* layers without attention count as done */
     bool layer_started;
     KvPassEntry *entries; /* (max items) */
-    AttendPass attend;
-    uint64_t packs_offset, refs_offset, spans_offset;
 };
+
+typedef struct KvSection {
+    const KvSectionSizes *sizes;
+    Attend *attend;
+    KvArenas arenas;
+    KvSchedule schedule, next_schedule;
+    float *inv_freq; /* (rotary_dim / 2) */
+    GpuBuffer *calibration, *inputs;
+    uint8_t *inputs_memory; /* what is uploaded to inputs */
+    /* of the pass in progress */
+    AttendPass pass;
+    uint64_t packs_offset, refs_offset, spans_offset;
+} KvSection;
 
 struct KvStore {
     Gpu *gpu;
     KvSizes sizes;
-    Attend *attend;
-    KvBudget host_budget;
-    KvArenas arenas;
+    KvBudget host_budget, device_budget;
+    KvSection *sections; /* (n_sections) */
     KvTails tails;
     KvRing ring;
-    KvSchedule schedule, next_schedule;
     KvScheduleItem *items; /* (max items): scratch of kv_pass_begin() and kv_pass_prefetch() */
     KvPass pass;
     KvCache *caches;
@@ -67,21 +93,13 @@ struct KvStore {
     uint64_t settled; /* every page that passes up to this one packed has arrived at home */
     uint64_t made;    /* clock of checkpoints */
 
-    float *inv_freq;       /* (rotary_dim / 2) */
-    GpuBuffer *calibration, *inputs;
-    uint8_t *inputs_memory; /* what is uploaded to inputs */
     GpuBuffer *fresh[2];    /* pages of this pass, by the layer's parity */
     GpuEvent *fresh_events[2]; /* the last copy that reads them */
     GpuEvent **home_events; /* (n_layers): the last copy home */
+    GpuEvent *last_home;    /* the last of all; the queue is in order */
 };
 
 #define KV_TIMEOUT_USEC (10 * 1000 * 1000)
-
-/* Longest pass in items. */
-static inline uint32_t kv_store_max_items(const KvStore *store)
-{
-    return store->sizes.max_loads / store->sizes.max_blocks;
-}
 
 static inline KvHomeEvents kv_store_home(const KvStore *store)
 {
@@ -90,6 +108,8 @@ static inline KvHomeEvents kv_store_home(const KvStore *store)
 
 /* Where kernels find a layer's means and tails. */
 AttendLayer kv_store_layer(const KvStore *store, uint32_t layer);
+/* @event (taken) is the last copy home of @layer. */
+void kv_store_set_home(KvStore *store, uint32_t layer, GpuEvent *event);
 /* Notices without waiting that pages have arrived at home. */
 void kv_store_poll_home(KvStore *store);
 /* The same when it is known. */
@@ -98,12 +118,36 @@ void kv_store_forget_home(KvStore *store);
 int kv_store_settle(KvStore *store, ErrorDetail *reterr);
 /* Gives back arenas that nobody uses, when the device can be stopped for it. */
 void kv_store_trim(KvStore *store);
-
-/* Makes room for @n_tokens more: claims or copies the incomplete block, takes new ones.  KvError or negative errno; then
- * kv_cache_shrink() undoes what was done. */
-int kv_cache_grow(KvCache *cache, KvPassEntry *entry, ErrorDetail *reterr);
-void kv_cache_shrink(KvPassEntry *entry);
-/* The tail ring was overwritten up to position @end: goes back to where it is exact (kv_pass_abort). */
-int kv_cache_recover(KvCache *cache, uint32_t end, ErrorDetail *reterr);
 /* KvBudget.reclaim: drops the oldest checkpoint of the store. */
 bool kv_store_drop_checkpoint(void *userdata);
+
+/* Static growth: each cache has the right to all of its blocks.  KvError or negative errno. */
+int kv_store_reserve(KvStore *store, ErrorDetail *reterr);
+void kv_store_unreserve(KvStore *store);
+
+/* An empty past; a copy that shares everything; NULL when memory is short. */
+KvPast *kv_past_new(KvStore *store);
+KvPast *kv_past_copy(const KvPast *past);
+KvPast *kv_past_free(KvPast *past); /* takes NULL, returns NULL */
+/* Keeps blocks for @length tokens, checkpoints up to it. */
+void kv_past_drop_beyond(KvPast *past, uint32_t length);
+void kv_past_drop_checkpoint(KvPast *past, uint32_t index);
+
+/* The lowest position that a sequence of this length needs in full precision, to go on. */
+static inline uint32_t kv_needed_from(const KvSection *section, uint32_t length)
+{
+    (void)section;
+    return kv_packed_pages(length) * KV_PAGE_TOKENS;
+}
+
+static inline uint32_t kv_blocks_of(uint32_t length)
+{
+    return (length / KV_PAGE_TOKENS + KV_BLOCK_PAGES - 1) / KV_BLOCK_PAGES;
+}
+
+/* Makes room for the entry's tokens in all sections: claims or copies the incomplete block, takes new ones.  KvError or negative
+ * errno; then kv_cache_shrink() undoes what was done. */
+int kv_cache_grow(KvCache *cache, KvPassEntry *entry, ErrorDetail *reterr);
+void kv_cache_shrink(KvPassEntry *entry);
+/* The tail rings were overwritten up to position @end: goes back to where they are exact (kv_pass_abort). */
+int kv_cache_recover(KvCache *cache, uint32_t end, ErrorDetail *reterr);

@@ -7,35 +7,46 @@
 
 AttendLayer kv_store_layer(const KvStore *store, uint32_t layer)
 {
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
+
     return (AttendLayer){
-        .calibration = store->calibration,
-        .calibration_offset = layer * store->sizes.calibration_layer_bytes,
+        .calibration = section->calibration,
+        .calibration_offset = place->plane * section->sizes->calibration_layer_bytes,
         .tail = store->tails.buffer,
-        .tail_offset = layer * store->sizes.tail_layer_bytes,
+        .tail_offset = section->sizes->tail_offset + place->plane * section->sizes->tail_layer_bytes,
         .tail_slot_stride = store->sizes.tail_slot_bytes,
     };
+}
+
+/* ---- pages on their way home ------------------------------------------------------------------------------------------ */
+
+void kv_store_set_home(KvStore *store, uint32_t layer, GpuEvent *event)
+{
+    (void)gpu_event_unref(store->home_events[layer]);
+    (void)gpu_event_unref(store->last_home);
+    store->home_events[layer] = event;
+    store->last_home = event ? gpu_event_ref(event) : NULL;
 }
 
 void kv_store_forget_home(KvStore *store)
 {
     for (uint32_t l = 0; l < store->sizes.n_layers; l++)
         store->home_events[l] = gpu_event_unref(store->home_events[l]);
+    store->last_home = gpu_event_unref(store->last_home);
     store->settled = store->home_serial;
 }
 
 void kv_store_poll_home(KvStore *store)
 {
-    const GpuEvent *last = store->home_events[store->sizes.n_layers - 1];
-
-    /* The download queue is in order: with the last layer's copies all are done. */
-    if (!last || gpu_event_status(last) == 1)
+    /* The download queue is in order: with the last copy all are done. */
+    if (!store->last_home || gpu_event_status(store->last_home) == 1)
         kv_store_forget_home(store);
 }
 
 int kv_store_settle(KvStore *store, ErrorDetail *reterr)
 {
-    GpuEvent *last = store->home_events[store->sizes.n_layers - 1];
-    int r = last ? gpu_event_wait(store->gpu, last, KV_TIMEOUT_USEC, reterr) : 0;
+    int r = store->last_home ? gpu_event_wait(store->gpu, store->last_home, KV_TIMEOUT_USEC, reterr) : 0;
 
     if (r)
         return error_trace(kv_error(r));
@@ -43,18 +54,69 @@ int kv_store_settle(KvStore *store, ErrorDetail *reterr)
     return 0;
 }
 
+/* ---- memory ------------------------------------------------------------------------------------------------------------- */
+
 void kv_store_trim(KvStore *store)
 {
-    if (kv_arenas_can_trim(&store->arenas) && gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) == 0) {
-        kv_ring_clear(&store->ring);
-        kv_arenas_trim(&store->arenas);
+    bool can = false;
+
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+        can = can || kv_arenas_can_trim(&store->sections[s].arenas);
+    if (!can || gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) != 0)
+        return;
+    kv_ring_clear(&store->ring);
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+        kv_arenas_trim(&store->sections[s].arenas);
+}
+
+int kv_store_reserve(KvStore *store, ErrorDetail *reterr)
+{
+    int r;
+
+    if (store->sizes.policy.growth != KV_GROWTH_STATIC)
+        return 0;
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++) {
+        r = kv_arenas_reserve(&store->sections[s].arenas, store->sections[s].sizes->max_blocks, reterr);
+        if (r) {
+            while (s-- > 0)
+                kv_arenas_unreserve(&store->sections[s].arenas, store->sections[s].sizes->max_blocks);
+            return error_trace(r);
+        }
+    }
+    return 0;
+}
+
+void kv_store_unreserve(KvStore *store)
+{
+    for (uint32_t s = 0; s < store->sizes.n_sections && store->sizes.policy.growth == KV_GROWTH_STATIC; s++)
+        kv_arenas_unreserve(&store->sections[s].arenas, store->sections[s].sizes->max_blocks);
+}
+
+/* ---- construction --------------------------------------------------------------------------------------------------------- */
+
+/* Means of the section's layers, plane by plane: K, then V. */
+static void gather_calibration(const KvStore *store, uint32_t s, const KvModel *model, uint8_t *memory)
+{
+    const KvSectionSizes *sizes = store->sections[s].sizes;
+    size_t bytes = (size_t)sizes->attend.shape.n_kv_heads * sizes->attend.shape.head_dim * sizeof(float);
+
+    for (uint32_t l = 0; model->calibration && l < model->n_layers; l++) {
+        const KvLayerPlace *place = &store->sizes.layers[l];
+        uint8_t *to = memory + place->plane * sizes->calibration_layer_bytes;
+
+        if (place->section != s || place->owner != l)
+            continue;
+        if (model->calibration[l].k_mean)
+            memcpy(to, model->calibration[l].k_mean, bytes);
+        if (model->calibration[l].v_mean)
+            memcpy(to + bytes, model->calibration[l].v_mean, bytes);
     }
 }
 
-static int upload_calibration(KvStore *store, const KvModel *model, ErrorDetail *reterr)
+static int upload_calibration(KvStore *store, uint32_t s, const KvModel *model, ErrorDetail *reterr)
 {
-    size_t values = (size_t)model->shape.n_kv_heads * model->shape.head_dim, bytes = values * sizeof(float);
-    uint64_t layer_bytes = store->sizes.calibration_layer_bytes, total = layer_bytes * model->n_layers;
+    KvSection *section = &store->sections[s];
+    uint64_t total = section->sizes->calibration_layer_bytes * section->sizes->n_planes;
     _cleanup_(gpu_event_unrefp) GpuEvent *event = NULL;
     _cleanup_(freep) uint8_t *memory = NULL;
     int r;
@@ -62,80 +124,116 @@ static int upload_calibration(KvStore *store, const KvModel *model, ErrorDetail 
     memory = calloc(1, total);
     if (!memory)
         return error_origin(KV_E_HOST_MEMORY);
-    for (uint32_t l = 0; model->calibration && l < model->n_layers; l++) {
-        if (model->calibration[l].k_mean)
-            memcpy(memory + l * layer_bytes, model->calibration[l].k_mean, bytes);
-        if (model->calibration[l].v_mean)
-            memcpy(memory + l * layer_bytes + bytes, model->calibration[l].v_mean, bytes);
-    }
-    r = gpu_buffer_new(store->gpu, GPU_PURPOSE_OTHER, total, &store->calibration, reterr);
+    gather_calibration(store, s, model, memory);
+    r = gpu_buffer_new(store->gpu, GPU_PURPOSE_OTHER, total, &section->calibration, reterr);
     if (!r)
-        r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, store->calibration, 0, memory, total, GPU_WAIT_NONE, "kv means", &event);
+        r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, section->calibration, 0, memory, total, GPU_WAIT_NONE, "kv means", &event);
     if (!r)
         r = gpu_event_wait(store->gpu, event, KV_TIMEOUT_USEC, reterr);
     return error_trace(kv_error(r));
 }
 
-static int new_memory(KvStore *store, const KvModel *model)
+static void new_arenas(KvStore *store, KvSection *section)
 {
-    size_t n_freq = model->shape.rotary_dim / 2, items = kv_store_max_items(store);
+    const KvSectionSizes *sizes = section->sizes;
 
-    store->inv_freq = calloc(MAX(n_freq, (size_t)1), sizeof(float));
-    store->inputs_memory = malloc(store->sizes.inputs_bytes);
-    store->home_events = calloc(store->sizes.n_layers, sizeof(GpuEvent *));
-    store->items = calloc(items, sizeof(KvScheduleItem));
-    store->pass.entries = calloc(items, sizeof(KvPassEntry));
-    if (!store->inv_freq || !store->inputs_memory || !store->home_events || !store->items || !store->pass.entries)
+    kv_arenas_init(&section->arenas, &(KvArenaOptions){
+                                         .gpu = store->gpu,
+                                         .home = sizes->home,
+                                         .wrap = sizes->home == KV_HOME_HOST && sizes->direct,
+                                         .fixed = store->sizes.policy.growth == KV_GROWTH_STATIC,
+                                         .n_layers = sizes->n_planes,
+                                         .page_bytes = sizes->layout.page_bytes,
+                                         .first_blocks = sizes->first_arena_blocks,
+                                         .max_blocks = sizes->max_arena_blocks,
+                                         .keep_blocks = sizes->device_blocks,
+                                         .device_budget = &store->device_budget,
+                                         .host_budget = &store->host_budget,
+                                     });
+}
+
+static int new_section(KvStore *store, uint32_t s, const KvModel *model, ErrorDetail *reterr)
+{
+    KvSection *section = &store->sections[s];
+    const KvSectionSizes *sizes = section->sizes;
+    size_t n_freq = sizes->attend.shape.rotary_dim / 2;
+    int r;
+
+    section->inv_freq = calloc(MAX(n_freq, (size_t)1), sizeof(float));
+    section->inputs_memory = malloc(sizes->inputs_bytes);
+    if (!section->inv_freq || !section->inputs_memory || kv_schedule_init(&section->schedule, sizes, false) ||
+        kv_schedule_init(&section->next_schedule, sizes, true))
         return error_origin(KV_E_HOST_MEMORY);
-    memcpy(store->inv_freq, model->inv_freq, n_freq * sizeof(float));
-    if (kv_schedule_init(&store->schedule, &store->sizes, false) || kv_schedule_init(&store->next_schedule, &store->sizes, true))
+    if (n_freq > 0)
+        memcpy(section->inv_freq, sizes->attend.inv_freq, n_freq * sizeof(float));
+    r = gpu_buffer_new(store->gpu, GPU_PURPOSE_ACTIVATIONS, sizes->inputs_bytes, &section->inputs, reterr);
+    if (!r)
+        r = attend_new(store->gpu, &sizes->attend, &section->attend, reterr);
+    if (r)
+        return error_trace(kv_error(r));
+    r = upload_calibration(store, s, model, reterr);
+    if (!r)
+        r = kv_arenas_prepare(&section->arenas, sizes->device_blocks, reterr);
+    return error_trace(r);
+}
+
+static int new_memory(KvStore *store)
+{
+    const KvSizes *sizes = &store->sizes;
+
+    store->sections = calloc(sizes->n_sections, sizeof(KvSection));
+    store->home_events = calloc(sizes->n_layers, sizeof(GpuEvent *));
+    store->items = calloc(sizes->max_items, sizeof(KvScheduleItem));
+    store->pass.entries = calloc(sizes->max_items, sizeof(KvPassEntry));
+    if (!store->sections || !store->home_events || !store->items || !store->pass.entries)
         return error_origin(KV_E_HOST_MEMORY);
+    for (uint32_t s = 0; s < sizes->n_sections; s++) {
+        store->sections[s].sizes = &sizes->sections[s];
+        new_arenas(store, &store->sections[s]);
+    }
+    for (uint32_t i = 0; i < sizes->max_items; i++) {
+        store->pass.entries[i].sections = calloc(sizes->n_sections, sizeof(KvEntrySection));
+        if (!store->pass.entries[i].sections)
+            return error_origin(KV_E_HOST_MEMORY);
+    }
     return 0;
 }
 
-static int new_buffers(KvStore *store, ErrorDetail *reterr)
+/* Tells the ring where each layer's tiles come from. */
+static void describe_layers(KvStore *store)
+{
+    for (uint32_t l = 0; l < store->sizes.n_layers; l++) {
+        const KvLayerPlace *place = &store->sizes.layers[l];
+        const KvSection *section;
+
+        if (place->section == KV_NO_SECTION || store->sizes.sections[place->section].direct)
+            continue;
+        section = &store->sections[place->section];
+        store->ring.layers[l] = (KvRingLayer){
+            .arenas = &section->arenas,
+            .schedules = {&section->schedule, &section->next_schedule},
+            .plane = place->plane,
+            .owner = place->owner,
+        };
+    }
+}
+
+static int new_shared(KvStore *store, ErrorDetail *reterr)
 {
     const KvSizes *sizes = &store->sizes;
-    int r;
+    int r = 0;
 
-    r = gpu_buffer_new(store->gpu, GPU_PURPOSE_ACTIVATIONS, sizes->inputs_bytes, &store->inputs, reterr);
     for (int i = 0; i < 2 && !r; i++)
         r = gpu_buffer_new(store->gpu, GPU_PURPOSE_STAGING, sizes->fresh_bytes, &store->fresh[i], reterr);
     if (r)
         return error_trace(kv_error(r));
     r = kv_tails_init(&store->tails, store->gpu, sizes->n_sequences, sizes->tail_slot_bytes, &store->host_budget, reterr);
+    if (!r)
+        r = kv_ring_init(&store->ring, store->gpu, sizes, reterr);
     if (r)
         return error_trace(r);
-    r = kv_ring_init(&store->ring, store->gpu, sizes, &store->arenas, reterr);
-    if (r)
-        return error_trace(r);
-    r = attend_new(store->gpu, &sizes->attend, &store->attend, reterr);
-    return error_trace(kv_error(r));
-}
-
-/* What the plan promises for the device: there from the start to the end. */
-static uint32_t device_blocks(const KvSizes *sizes)
-{
-    return (uint32_t)(sizes->plan.device_page_bytes / sizes->block_bytes);
-}
-
-static void new_arenas(KvStore *store)
-{
-    const KvSizes *sizes = &store->sizes;
-
-    kv_arenas_init(&store->arenas, &(KvArenaOptions){
-                                       .gpu = store->gpu,
-                                       .home = sizes->policy.home,
-                                       .wrap = sizes->policy.home == KV_HOME_HOST && sizes->direct,
-                                       .fixed = sizes->policy.growth == KV_GROWTH_STATIC,
-                                       .n_layers = sizes->n_layers,
-                                       .page_bytes = sizes->layout.page_bytes,
-                                       .first_blocks = sizes->first_arena_blocks,
-                                       .max_blocks = sizes->max_arena_blocks,
-                                       .keep_blocks = device_blocks(sizes),
-                                       .device_limit_bytes = sizes->device_page_limit_bytes,
-                                       .host_budget = &store->host_budget,
-                                   });
+    describe_layers(store);
+    return 0;
 }
 
 int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr)
@@ -152,46 +250,58 @@ int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore
         return error_trace(r);
     store->host_budget = (KvBudget){
         .limit_bytes = policy->host_budget_bytes, .reclaim = kv_store_drop_checkpoint, .userdata = store};
-    new_arenas(store);
-    r = new_memory(store, model);
+    if (store->sizes.device_page_limit_bytes < UINT64_MAX)
+        store->device_budget.limit_bytes = MAX(store->sizes.device_page_limit_bytes, (uint64_t)1); /* 0 would be no limit */
+    r = new_memory(store);
     if (!r)
-        r = new_buffers(store, reterr);
-    if (!r)
-        r = upload_calibration(store, model, reterr);
-    if (!r)
-        r = kv_arenas_prepare(&store->arenas, device_blocks(&store->sizes), reterr);
+        r = new_shared(store, reterr);
+    for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++)
+        r = new_section(store, s, model, reterr);
     if (r)
         return error_trace(r);
-    store->sizes.attend.inv_freq = store->inv_freq;
     *ret = TAKE_PTR(store);
     return 0;
 }
 
+static void section_deinit(KvSection *section)
+{
+    (void)gpu_buffer_free(section->inputs);
+    (void)gpu_buffer_free(section->calibration);
+    (void)attend_free(section->attend);
+    kv_schedule_deinit(&section->schedule);
+    kv_schedule_deinit(&section->next_schedule);
+    free(section->inputs_memory);
+    free(section->inv_freq);
+}
+
 KvStore *kv_store_free(KvStore *store)
 {
+    bool hung;
+
     if (!store)
         return NULL;
     /* Prefetched tiles and pages on their way home still use the memory below. */
-    if (store->home_events && gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) != GPU_E_HUNG)
-        kv_arenas_deinit(&store->arenas);
+    hung = gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) == GPU_E_HUNG;
+    for (uint32_t s = 0; store->sections && s < store->sizes.n_sections && !hung; s++)
+        kv_arenas_deinit(&store->sections[s].arenas);
     kv_ring_deinit(&store->ring);
     kv_tails_deinit(&store->tails);
     for (uint32_t l = 0; store->home_events && l < store->sizes.n_layers; l++)
         (void)gpu_event_unref(store->home_events[l]);
+    (void)gpu_event_unref(store->last_home);
     for (int i = 0; i < 2; i++) {
         (void)gpu_event_unref(store->fresh_events[i]);
         (void)gpu_buffer_free(store->fresh[i]);
     }
-    (void)gpu_buffer_free(store->inputs);
-    (void)gpu_buffer_free(store->calibration);
-    (void)attend_free(store->attend);
-    kv_schedule_deinit(&store->schedule);
-    kv_schedule_deinit(&store->next_schedule);
+    for (uint32_t s = 0; store->sections && s < store->sizes.n_sections; s++)
+        section_deinit(&store->sections[s]);
+    for (uint32_t i = 0; store->pass.entries && i < store->sizes.max_items; i++)
+        free(store->pass.entries[i].sections);
     free(store->pass.entries);
     free(store->items);
     free(store->home_events);
-    free(store->inputs_memory);
-    free(store->inv_freq);
+    free(store->sections);
+    kv_sizes_deinit(&store->sizes);
     free(store);
     return NULL;
 }

@@ -4,10 +4,12 @@
  * What is kept of the past.
  *
  * Nouns and lifetimes:
- *   KvStore   pages, ring and kernels for one model under one policy.  Owns the arenas.  Outlives its caches.
- *   KvCache   the past of one sequence: a list of reference-counted blocks of pages (a page slot spans all layers of the store), a
- *             tail slot on the device, checkpoints of the tail.  Forks share pages and the tail until they are written; a complete
- *             block of pages is never written again, so it is shared for ever.
+ *   KvStore   pages, ring and kernels for one model under one policy.  Outlives its caches.
+ *   section   (inside a store) the layers that agree in kind, shape, form, home, window, scale and rotary frequencies: they have
+ *             arenas, a schedule and kernels together.  A uniform model has one.
+ *   KvCache   the past of one sequence: in each section a list of reference-counted blocks of pages (a page slot spans all layers of
+ *             the section), a tail slot on the device, checkpoints of the tail.  Forks share pages and the tail until they are
+ *             written; a complete block of pages is never written again, so it is shared for ever.
  *   KvPass    one forward pass: which rows belong to which caches, the tiles that it will read, in the order of reading.
  *
  * A policy has three independent axes: growth (dynamic, static), home (device, host), form (f32, f16, leat).  The named strategies
@@ -58,10 +60,28 @@ typedef struct KvPolicy {
 /* The preset with its defaults; @exact makes unquantised forms f32, else f16; leat is K 5, V 4 bits. */
 KvPolicy kv_policy_preset(KvStrategy strategy, bool exact);
 
+/* What a layer keeps of the past, and which keys a query at position i sees of it. */
+typedef enum KvLayerKind {
+    KV_LAYER_FULL,   /* all: [0, i] */
+    KV_LAYER_SHARED, /* what an earlier layer keeps, by that layer's rules */
+    KV_LAYER_NONE,   /* nothing: kv_pass_layer() is not called for it */
+} KvLayerKind;
+
+/* One layer; where a field is zero the model's own value holds. */
+typedef struct KvLayer {
+    KvLayerKind kind;
+    uint32_t source;       /* shared: the layer whose keys and values it reads, not a shared one itself; its shape and form hold */
+    KvShape shape;
+    float scale;
+    const float *inv_freq;
+    const KvForm *form;    /* instead of the policy's, for this layer; borrowed during kv_store_new() */
+} KvLayer;
+
 /* What the store must know of the model. */
 typedef struct KvModel {
     uint32_t n_layers;
-    KvShape shape;                   /* the same for all layers in this version */
+    const KvLayer *layers;           /* (n_layers), borrowed during kv_store_new(); NULL: all are full and alike */
+    KvShape shape;
     float scale;                     /* of attention scores */
     const float *inv_freq;           /* (rotary_dim / 2), borrowed during kv_store_new() */
     const KvCalibration *calibration; /* (n_layers), or NULL; borrowed during kv_store_new() */
@@ -134,7 +154,8 @@ typedef struct KvPassItem {
  * the first copies.  Rows of the pass are the items' tokens in order.  One pass at a time, of at most max_sequences items; no cache
  * twice.  Caches in the pass are not forked, cropped or freed before its end.  KvError, -EINVAL or -EBUSY. */
 int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr);
-/* For each layer in order 0..n_layers-1: append and attend.  qkv as in opencl/attend.h, before RoPE. */
+/* For each layer with attention, in order: append and attend.  qkv as in opencl/attend.h, before RoPE.  A shared layer's holds its own
+ * queries beside the keys and values that its source had in this pass. */
 int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr);
 /* All layers are queued: starts the prefetch of the next pass's first tiles (same caches), which runs while the head does. */
 int kv_pass_prefetch(KvPass *pass);

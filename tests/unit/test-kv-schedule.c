@@ -50,16 +50,17 @@ static void fixture_init(Fixture *fixture, uint32_t seed, bool direct, uint32_t 
     assert_int_equal(kv_sizes_compute(&info, &model, &policy, &fixture->sizes, NULL), 0);
     kv_arenas_init(&fixture->arenas, &(KvArenaOptions){.home = KV_HOME_HOST,
                                                        .n_layers = 2,
-                                                       .page_bytes = fixture->sizes.layout.page_bytes,
+                                                       .page_bytes = fixture->sizes.sections[0].layout.page_bytes,
                                                        .first_blocks = 7, /* several arenas */
                                                        .max_blocks = 7,
                                                        .host_budget = &fixture->budget});
-    assert_int_equal(kv_schedule_init(&fixture->schedule, &fixture->sizes, false), 0);
+    assert_int_equal(kv_schedule_init(&fixture->schedule, &fixture->sizes.sections[0], false), 0);
 }
 
 static void fixture_deinit(Fixture *fixture)
 {
     kv_schedule_deinit(&fixture->schedule);
+    kv_sizes_deinit(&fixture->sizes);
     kv_arenas_deinit(&fixture->arenas);
 }
 
@@ -214,11 +215,11 @@ static void check_tiles(const Fixture *fixture)
     assert_int_equal(load, schedule->n_loads);
     assert_int_equal(ref, schedule->n_refs);
     assert_int_equal(staged, schedule->n_staged);
-    assert_true(schedule->n_loads <= fixture->sizes.max_loads);
-    assert_true(schedule->n_tiles <= fixture->sizes.max_tiles);
-    assert_true(schedule->n_refs <= fixture->sizes.max_refs);
-    assert_true(schedule->n_groups <= fixture->sizes.max_groups);
-    assert_true(schedule->n_packs <= fixture->sizes.max_packs);
+    assert_true(schedule->n_loads <= fixture->sizes.sections[0].max_loads);
+    assert_true(schedule->n_tiles <= fixture->sizes.sections[0].max_tiles);
+    assert_true(schedule->n_refs <= fixture->sizes.sections[0].max_refs);
+    assert_true(schedule->n_groups <= fixture->sizes.sections[0].max_groups);
+    assert_true(schedule->n_packs <= fixture->sizes.sections[0].max_packs);
 }
 
 static void schedule_shows_every_row_its_packed_pages_in_order(void **state)
