@@ -58,3 +58,13 @@ static inline uint16_t half_from_float(float value)
     magnitude += 0xfff + ((magnitude >> 13) & 1);
     return sign | (uint16_t)((magnitude - 0x38000000) >> 13);
 }
+
+/* Round to nearest even; overflow gives infinity, NaN stays a quiet NaN. */
+static inline uint16_t bf16_from_float(float value)
+{
+    uint32_t bits = float_to_bits(value);
+
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}

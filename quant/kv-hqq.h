@@ -1,0 +1,49 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The `hqq` codec: the scale from minimum and maximum, then a search for the zero point, in float whatever the tensor's type.
+ *
+ *   S = 1 / (max - min) * (2^nbits - 1), 1 where max - min <= 1e-4, at most 20000;   Z = -min * S
+ *   at most 20 times, for all groups of a span together:
+ *     code = clamp(round_half_even(x * S + Z), 0, 2^nbits - 1)
+ *     r    = (code - Z) / S
+ *     Z    = mean over the group of (code - (x - shrink(x - r)) * S)      shrink(u) = sign(u) max(|u| - 0.1 |u|^-0.3, 0)
+ *     stop unless the mean of |x - r| over the span is smaller than ever before; the Z of the last time is kept all the same
+ *   then the codes again;  scale = 1 / S;  value = (code - Z) * scale in the tensor's type, S and Z rounded to it
+ *
+ * The library's span is the whole tensor; a form that packs tokens as they come has a span of one token or one group.  Sums are taken
+ * in 64 lanes (element i in lane i % 64, in order) that are folded by halves, those of errors with their rounding errors beside them, over
+ * the groups of a span in order.  All is float, so that a kernel can give the same bits.
+ *
+ * Groups of a tensor: axis 1: runs of group_size values in row-major order; axis 0: group j has the values j, j + n, j + 2 n, ... with
+ * n = number of groups: it mixes tokens, heads and rows.
+ */
+
+#include "quant/kv-quantized.h"
+
+#define KV_HQQ_ITERATIONS 20
+#define KV_HQQ_LANES      64
+
+/* x, ret_codes: (n_groups, group_size); ret_scales, ret_zeros: (n_groups).  Spans of @span_groups groups, the last may be shorter. */
+void kv_hqq_groups(uint8_t nbits, const float *x, uint64_t n_groups, uint32_t group_size, uint64_t span_groups, uint8_t *ret_codes,
+                   float *ret_scales, float *ret_zeros);
+/* One group, stopping by itself. */
+static inline void kv_hqq_group(uint8_t nbits, const float *x, uint32_t n, uint8_t *ret_codes, float *ret_scale, float *ret_zero)
+{
+    kv_hqq_groups(nbits, x, 1, n, 1, ret_codes, ret_scale, ret_zero);
+}
+/* What a code stands for; @scale and @zero already rounded to the type. */
+static inline float kv_hqq_value(KvDtype dtype, uint8_t code, float scale, float zero)
+{
+    return kv_dtype_round(dtype, kv_dtype_round(dtype, (float)code - zero) * scale);
+}
+/* u^-0.3 for finite u >= 0.1, by integer and multiplication only, within 2e-7 of it. */
+float kv_hqq_power(float u);
+/* sign(u) max(|u| - 0.1 |u|^-0.3, 0) */
+float kv_hqq_shrink(float u);
+
+/* x: (shape), values of the dtype.  -EINVAL, naming q_group_size or nbits, when groups or packing do not come out even. */
+int kv_hqq_encode(const KvQuantizeOptions *options, const KvTensorShape *shape, const float *x, KvQuantized **ret,
+                  ErrorDetail *reterr);
+/* kv_quantized_decode() for this codec. */
+int kv_hqq_decode(const KvQuantized *tensor, float *ret, ErrorDetail *reterr);
