@@ -26,6 +26,9 @@ struct Ops {
     GpuBuffer *act;    /* prepared activations */
     GpuBuffer *sync;
     OpsKernels kernels[OPS_TYPE_NUMBERS];
+    /* of the chain in work */
+    GpuWait wait;         /* for its first launch */
+    GpuEvent **ret_event; /* NULL, or where the event of its last launch so far is kept */
 };
 
 /* Words of one group of rows of prepared activations in the larger form (float). */

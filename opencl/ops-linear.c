@@ -82,6 +82,10 @@ static Part make_part(const Ops *ops, const OpsLinear *linear, uint32_t first, u
         if (!gated && i < first)
             part.shape.y_first += linear->weights[i].n_rows;
     }
+    if (linear->y_cols > 0) {
+        part.shape.y_cols = linear->y_cols;
+        part.shape.y_first += linear->y_first;
+    }
     for (uint32_t i = 0; i < n; i++) {
         part.shape.weight_offset[i] = weights[i].offset;
         part.shape.weight_rows[i] = weights[i].n_rows;
@@ -111,6 +115,7 @@ static uint32_t make_parts(const Ops *ops, const OpsLinear *linear, Part *ret)
 static int check_linear(const Ops *ops, const OpsLinear *linear, uint32_t n_rows)
 {
     bool gated = linear->epilogue == OPS_EPILOGUE_SWIGLU;
+    uint64_t y_end = linear->y_first;
 
     if (n_rows == 0 || n_rows > ops->options.max_rows || linear->n_weights == 0 || linear->n_weights > 3 ||
         (gated && (linear->n_weights != 2 || linear->weights[0].n_rows != linear->weights[1].n_rows)))
@@ -121,8 +126,25 @@ static int check_linear(const Ops *ops, const OpsLinear *linear, uint32_t n_rows
         if (weight->n_cols != linear->weights[0].n_cols || weight->n_cols > ops->options.max_columns ||
             weight->n_cols % weight->type->block_elements != 0 || weight->n_rows == 0)
             return error_origin(-EINVAL);
+        y_end += gated && i > 0 ? 0 : weight->n_rows;
     }
-    return 0;
+    return linear->y_cols > 0 && y_end > linear->y_cols ? error_origin(-EINVAL) : 0;
+}
+
+/* Every launch of a chain. */
+static int launch(Ops *ops, GpuKernel *kernel, GpuRange range)
+{
+    GpuWait wait = ops->wait;
+    GpuEvent *event = NULL;
+    int r;
+
+    ops->wait = GPU_WAIT_NONE; /* what follows comes after it on the same queue */
+    r = gpu_launch(kernel, range, wait, ops->ret_event ? &event : NULL);
+    if (!r && ops->ret_event) {
+        (void)gpu_event_unref(*ops->ret_event);
+        *ops->ret_event = event;
+    }
+    return r;
 }
 
 /* ---- stages on x86 CPUs ------------------------------------------------------------------------------------------ */
@@ -187,14 +209,14 @@ static int launch_stages(Ops *ops, OpsKernels *kernels, Part *parts, uint32_t n_
     if (!r)
         r = gpu_kernel_set_buffer(kernel, STAGES_SYNC, ops->sync);
     if (!r)
-        r = gpu_launch(kernel, GPU_RANGE_1D(ops->n_groups, 1), GPU_WAIT_NONE, NULL);
+        r = launch(ops, kernel, GPU_RANGE_1D(ops->n_groups, 1));
     return r;
 }
 
 /* ---- prepared rows ----------------------------------------------------------------------------------------------- */
 
 /* Devices other than x86 CPUs: a work-group for each row. */
-static int launch_prepare_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
+static int launch_prepare_rows(Ops *ops, OpsKernels *kernels, const Part *part, uint32_t n_rows)
 {
     const OpsLinear *linear = part->linear;
     GpuKernel *kernel = kernels->prepare;
@@ -216,14 +238,14 @@ static int launch_prepare_rows(OpsKernels *kernels, const GpuBuffer *act, const 
     if (!r)
         r = gpu_kernel_set_u32(kernel, 7, part->shape.terms);
     if (!r)
-        r = gpu_kernel_set_buffer(kernel, 8, act);
+        r = gpu_kernel_set_buffer(kernel, 8, ops->act);
     if (!r)
-        r = gpu_launch(kernel, GPU_RANGE_2D(OPS_LOCAL_ITEMS, n_rows, OPS_LOCAL_ITEMS, 1), GPU_WAIT_NONE, NULL);
+        r = launch(ops, kernel, GPU_RANGE_2D(OPS_LOCAL_ITEMS, n_rows, OPS_LOCAL_ITEMS, 1));
     return r;
 }
 
 /* Devices other than x86 CPUs: a work-item for each row of the weights and group of rows. */
-static int launch_linear_rows(OpsKernels *kernels, const GpuBuffer *act, const Part *part, uint32_t n_rows)
+static int launch_linear_rows(Ops *ops, OpsKernels *kernels, const Part *part, uint32_t n_rows)
 {
     size_t items = ((size_t)part->shape.n_tiles * WEIGHT_TILE_ROWS + OPS_LOCAL_ITEMS - 1) / OPS_LOCAL_ITEMS * OPS_LOCAL_ITEMS;
     uint32_t group_rows = OPS_GROUP_ROWS / part->shape.terms, n_groups = (n_rows + group_rows - 1) / group_rows;
@@ -234,13 +256,13 @@ static int launch_linear_rows(OpsKernels *kernels, const GpuBuffer *act, const P
     for (uint32_t i = 0; i < 3 && !r; i++)
         r = gpu_kernel_set_buffer(kernel, 1 + i, i < part->n_weights ? part->weights[i].buffer : NULL);
     if (!r)
-        r = gpu_kernel_set_buffer(kernel, 4, act);
+        r = gpu_kernel_set_buffer(kernel, 4, ops->act);
     if (!r)
         r = gpu_kernel_set_u32(kernel, 5, n_rows);
     if (!r)
         r = gpu_kernel_set_buffer(kernel, 6, part->linear->y);
     if (!r)
-        r = gpu_launch(kernel, GPU_RANGE_2D(items, n_groups, OPS_LOCAL_ITEMS, 1), GPU_WAIT_NONE, NULL);
+        r = launch(ops, kernel, GPU_RANGE_2D(items, n_groups, OPS_LOCAL_ITEMS, 1));
     return r;
 }
 
@@ -250,7 +272,7 @@ static int launch_prepare(Ops *ops, OpsKernels *kernels, const Part *part, uint3
     Part prepare = *part;
 
     if (!ops->vectors)
-        return launch_prepare_rows(kernels, ops->act, part, n_rows);
+        return launch_prepare_rows(ops, kernels, part, n_rows);
     prepare.n_weights = 0;
     prepare.shape.epilogue = EPILOGUE_NONE;
     prepare.shape.n_tiles = 1;
@@ -260,7 +282,7 @@ static int launch_prepare(Ops *ops, OpsKernels *kernels, const Part *part, uint3
 static int launch_product(Ops *ops, OpsKernels *kernels, Part *part, uint32_t n_rows)
 {
     return ops->vectors ? launch_stages(ops, kernels, part, 1, n_rows, true)
-                        : launch_linear_rows(kernels, ops->act, part, n_rows);
+                        : launch_linear_rows(ops, kernels, part, n_rows);
 }
 
 int ops_linear_warm(Ops *ops, OpsKernels *kernels)
@@ -338,7 +360,7 @@ static int chain_stages(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t
     return n_stages > 0 ? launch_stages(ops, kernels, stages, n_stages, n_rows, false) : 0;
 }
 
-int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
+static int run_chain(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
 {
     int r = 0;
 
@@ -349,6 +371,29 @@ int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
     for (uint32_t i = 0; i < n && !r; i++)
         r = linear_prepared(ops, &linears[i], n_rows);
     return r;
+}
+
+int ops_chain_after(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows, GpuWait wait, GpuEvent **ret_event)
+{
+    GpuEvent *event = NULL;
+    int r;
+
+    ops->wait = wait;
+    ops->ret_event = &event;
+    r = run_chain(ops, linears, n, n_rows);
+    ops->wait = GPU_WAIT_NONE;
+    ops->ret_event = NULL;
+    if (r) {
+        (void)gpu_event_unref(event);
+        return r;
+    }
+    *ret_event = event;
+    return 0;
+}
+
+int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n, uint32_t n_rows)
+{
+    return run_chain(ops, linears, n, n_rows);
 }
 
 int ops_linear(Ops *ops, const OpsLinear *linear, uint32_t n_rows)

@@ -60,9 +60,15 @@ typedef struct OpsLinear {
     OpsEpilogue epilogue;
     bool fine; /* compute `fast`: activations in two terms of 8 bits, about 15 bits in all; `exact` and float weights: no difference */
     GpuBuffer *y;
+    /* When the weights are some rows of larger matrices: y is (n_rows, y_cols), and their outputs begin at column y_first.  The bits are
+     * those of the whole product.  y_cols 0: the weights are whole. */
+    uint32_t y_cols, y_first;
 } OpsLinear;
 
 int ops_linear(Ops *ops, const OpsLinear *linear, uint32_t n_rows);
 /* The same as ops_linear() on each in order; one may read what an earlier one has written.  Products that follow each other
  * directly are best given together: on CPUs up to four of one weight type, for up to 8 rows, become one launch. */
 int ops_chain(Ops *ops, const OpsLinear *linears, uint32_t n_linears, uint32_t n_rows);
+/* The same for weights that are on their way: the first command waits, and so all do; @ret_event is that of the last one, after which the
+ * weights may be overwritten. */
+int ops_chain_after(Ops *ops, const OpsLinear *linears, uint32_t n_linears, uint32_t n_rows, GpuWait wait, GpuEvent **ret_event);

@@ -39,6 +39,7 @@ static const UsageField usage_fields[] = {
     FIELD("download-bytes", 't', download_bytes),
     FIELD("copy-usec", 't', copy_usec),
     FIELD("hidden-share", 'd', hidden_share),
+    FIELD("ladder", 's', ladder),
     FIELD("device", 's', device),
 };
 

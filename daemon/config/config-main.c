@@ -254,6 +254,51 @@ static int read_model_cache(ConfigReader *reader, const YamlNode *node, void *ta
     return config_read_cache(reader, node, &((ConfigModel *)target)->cache);
 }
 
+/* auto, all, or how many may stay on the device. */
+static int read_model_layers(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    ModelWeights *weights = &((ConfigModel *)target)->weights;
+    const char *text = NULL;
+    uint32_t n = 0;
+    int r = config_read_text(reader, node, &text);
+
+    if (r)
+        return r;
+    weights->all_layers = !strcmp(text, "all");
+    weights->limit_layers = false;
+    if (weights->all_layers || !strcmp(text, "auto"))
+        return 0;
+    if (text[0] < '0' || text[0] > '9')
+        return config_read_fail(reader, node, "'%.40s' is none of auto, all and a number of layers", text);
+    r = read_u32(reader, node, 0, 4096, &n);
+    weights->limit_layers = !r;
+    weights->max_layers = n;
+    return r;
+}
+
+static int read_weights_prefetch(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    return read_u32(reader, node, 1, 8, &((ModelWeights *)target)->n_slots);
+}
+
+static int read_weights_transfer(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    static const char *const words[] = {"auto", "copy", "zero-copy"};
+    size_t index = 0;
+    int r = read_word(reader, node, words, N_ELEMENTS(words), &index);
+
+    if (!r)
+        ((ModelWeights *)target)->transfer = (KvTransfer)index;
+    return r;
+}
+
+static int read_model_weights(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    static const ConfigKey keys[] = {{"prefetch", read_weights_prefetch}, {"transfer", read_weights_transfer}};
+
+    return config_read_map(reader, node, keys, N_ELEMENTS(keys), &((ConfigModel *)target)->weights);
+}
+
 static int read_model_parameters(ConfigReader *reader, const YamlNode *node, void *target)
 {
     return config_read_sampling(reader, node, &((ConfigModel *)target)->sampling, NULL);
@@ -313,7 +358,7 @@ static int config_model_get(Config *config, const char *name, ConfigModel **ret)
     if (!grown)
         return error_origin(-ENOMEM);
     config->models = grown;
-    grown[config->n_models] = (ConfigModel){.parallel = 4, .sampling = CONFIG_SAMPLING_DEFAULT};
+    grown[config->n_models] = (ConfigModel){.parallel = 4, .weights = {.n_slots = 2}, .sampling = CONFIG_SAMPLING_DEFAULT};
     grown[config->n_models].name = strdup(name);
     if (!grown[config->n_models].name)
         return error_origin(-ENOMEM);
@@ -327,7 +372,7 @@ static int read_model(ConfigReader *reader, const YamlNode *name, const YamlNode
         {"file", read_model_file},         {"aliases", read_model_aliases},       {"context", read_model_context},
         {"parallel", read_model_parallel}, {"keep-alive", read_model_keep_alive}, {"preload", read_model_preload},
         {"compute", read_model_compute},   {"cache", read_model_cache},           {"parameters", read_model_parameters},
-        {"template", read_model_template},
+        {"template", read_model_template}, {"layers", read_model_layers},         {"weights", read_model_weights},
     };
     ConfigModel *model;
     int r = config_model_get(target, name->text, &model);

@@ -107,6 +107,18 @@ static void print_devices(FILE *file, const Config *config)
     }
 }
 
+static void print_weights(FILE *file, const ModelWeights *weights)
+{
+    static const char *const transfers[] = {
+        [KV_TRANSFER_AUTO] = "auto", [KV_TRANSFER_COPY] = "copy", [KV_TRANSFER_ZERO_COPY] = "zero-copy"};
+
+    if (weights->limit_layers)
+        (void)fprintf(file, "    layers: %" PRIu32 "\n", weights->max_layers);
+    else
+        (void)fprintf(file, "    layers: %s\n", weights->all_layers ? "all" : "auto");
+    (void)fprintf(file, "    weights:\n      prefetch: %" PRIu32 "\n      transfer: %s\n", weights->n_slots, transfers[weights->transfer]);
+}
+
 static void print_model(FILE *file, const ConfigModel *model)
 {
     (void)fputs("  ", file);
@@ -122,6 +134,7 @@ static void print_model(FILE *file, const ConfigModel *model)
                   model->exact ? "exact" : "fast", model->parallel, model->preload ? "true" : "false");
     print_duration(file, "    ", "keep-alive", model->keep_alive_usec);
     print_key(file, "    ", "template", model->template_file);
+    print_weights(file, &model->weights);
     print_cache(file, "    ", &model->cache);
     print_sampling(file, "    ", &model->sampling);
 }

@@ -43,6 +43,7 @@ typedef struct ConfigModel {
     bool has_exact, exact, preload;
     uint32_t context, parallel;
     uint64_t keep_alive_usec;
+    ModelWeights weights; /* without a budget: that is the planner's */
     ConfigCache cache;
     EngineSampling sampling;
     char *template_file, *chat_template;

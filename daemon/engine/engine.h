@@ -74,6 +74,7 @@ typedef struct EngineModel {
     bool exact;
     uint32_t context;     /* 0: the model's */
     KvPolicy policy;
+    ModelWeights weights; /* how they come to the device when not all fit; its budget is the planner's */
     uint32_t parallel;    /* sessions with state on the device at once */
     uint64_t keep_alive_usec; /* idle time before unloading; UINT64_MAX: never */
     bool preload;
@@ -101,6 +102,9 @@ uint64_t engine_heartbeat(const Engine *engine);
 /* New configuration of models; running jobs keep what they started with. */
 int engine_reconfigure(Engine *engine, const EngineModel *models, size_t n_models);
 
+/* The steps (ModelStep) as words with a space between: "smaller-batch smaller-staging host-home streamed-weights"; empty: none. */
+void engine_ladder_text(unsigned steps, char *ret, size_t size);
+
 /* What a generation did, for Finished, Ask and the U frame. */
 typedef struct EngineUsage {
     uint32_t prompt_tokens, reused_tokens, output_tokens;
@@ -110,6 +114,7 @@ typedef struct EngineUsage {
     double prefill_rate, decode_rate; /* tokens a second */
     uint64_t cache_host_bytes, cache_device_bytes, upload_bytes, download_bytes, copy_usec;
     double hidden_share;  /* of copy time behind compute; 1 when nothing was copied */
+    char ladder[72];      /* what was given up for want of device memory, in words of engine_ladder_text(); none changed an answer */
     char device[128];
 } EngineUsage;
 

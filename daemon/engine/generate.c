@@ -124,16 +124,25 @@ static EngineResult make_evaluation(Job *job, const TokenList *ids, ErrorDetail 
 }
 
 /* What the usage says about where things are. */
-static void describe(const Engine *engine, Job *job)
+static void describe_store(Job *job)
 {
-    const KvPolicy *policy = kv_store_policy(job->session->store->store);
+    const StoreSlot *store = job->session->store;
+    const KvPolicy *policy = kv_store_policy(store->store);
     EngineUsage *u = &job->usage;
-    GpuCounters counters;
 
     (void)snprintf(u->strategy, sizeof(u->strategy), "%s", kv_strategy_to_string(policy->strategy));
     status_form(policy->form, u->form, sizeof(u->form));
     (void)snprintf(u->home, sizeof(u->home), "%s", policy->home == KV_HOME_HOST ? "host" : "device");
     (void)snprintf(u->transfer, sizeof(u->transfer), "%s", status_transfer(policy->transfer));
+    engine_ladder_text(job->slot->steps | store->steps, u->ladder, sizeof(u->ladder));
+}
+
+static void describe(const Engine *engine, Job *job)
+{
+    EngineUsage *u = &job->usage;
+    GpuCounters counters;
+
+    describe_store(job);
     (void)snprintf(u->device, sizeof(u->device), "%s", gpu_info(engine->gpu)->name);
     gpu_counters(engine->gpu, &counters);
     job->uploads_before = counters.upload_bytes;
@@ -298,6 +307,7 @@ static void fill_bytes(Engine *engine, Job *job)
     GpuCounters counters;
 
     if (job->session->cache) {
+        describe_store(job); /* it may have moved meanwhile */
         kv_cache_bytes(job->session->cache, &bytes);
         u->cache_host_bytes = bytes.host + bytes.checkpoints;
         u->cache_device_bytes = bytes.device + bytes.staging;

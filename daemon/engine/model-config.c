@@ -144,7 +144,9 @@ EngineModel *model_configs_free(EngineModel *models, size_t n)
 bool model_config_same_load(const EngineModel *a, const EngineModel *b)
 {
     return strings_equal(a->path, b->path) && strings_equal(a->chat_template, b->chat_template) && a->exact == b->exact &&
-           a->context == b->context && a->parallel == b->parallel;
+           a->context == b->context && a->parallel == b->parallel && a->weights.n_slots == b->weights.n_slots &&
+           a->weights.transfer == b->weights.transfer && a->weights.limit_layers == b->weights.limit_layers &&
+           a->weights.max_layers == b->weights.max_layers && a->weights.all_layers == b->weights.all_layers;
 }
 
 bool policy_equal(const KvPolicy *a, const KvPolicy *b)

@@ -22,6 +22,7 @@ typedef struct StoreSlot StoreSlot;
 /* Rows of the largest pass: a prompt chunk.  Larger chunks read the weights less often but delay a cancel and other jobs' tokens; the
  * planner halves it when the activations do not fit. */
 #define MODELS_MAX_ROWS 512
+/* A chunk of fewer rows says nothing about how long a row takes. */
 #define MODELS_MIN_ROWS 32
 /* A pass should take no longer: it is what a cancel and other jobs' tokens wait for, and what the watchdog sees of a slow device. */
 #define MODELS_PASS_USEC 700000
@@ -34,8 +35,9 @@ typedef enum SlotState { SLOT_UNLOADED, SLOT_LOADING, SLOT_LOADED, SLOT_FAILED }
 
 struct StoreSlot {
     StoreSlot *next;
-    KvPolicy policy; /* as asked for */
+    KvPolicy policy; /* as asked for; the store's own is what fitted */
     KvStore *store;
+    unsigned steps;  /* ModelStep: what it took to make it fit */
     uint32_t group;  /* of the scheduler */
     uint64_t last_used_usec;
 };
@@ -61,7 +63,9 @@ struct ModelSlot {
     float *logits;    /* (max_items, n_vocab) */
     uint32_t max_rows, max_items;
     double row_usec;     /* of the last chunk; 0: none was timed */
-    uint32_t rows_limit; /* of the next try to load, after the device refused what the plan allowed; 0: none */
+    uint64_t room_limit_bytes; /* of the next try to load, after the device refused what the plan allowed; 0: none */
+    unsigned steps;      /* ModelStep: what the weights and the batch gave up */
+    KvPolicy asked_policy, fit_policy; /* the configured one when it was loaded, and what it became so that it fits */
     uint64_t loading_since_usec;
 
     bool unload_wanted;
@@ -87,6 +91,8 @@ const char *slot_state_to_string(const ModelSlot *slot);
 const ModelFile *slot_file(const ModelSlot *slot);
 /* The most tokens a sequence may have under @policy. */
 uint32_t slot_context(const ModelSlot *slot, const KvPolicy *policy);
+/* What of the device is left for it. */
+uint64_t slot_room(const Engine *engine, const ModelSlot *slot);
 ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t max_rows);
 /* Rows of a prompt that a pass may have now: by memory, and by how long the last took.  Results do not depend on it. */
 uint32_t slot_chunk_rows(const ModelSlot *slot);
@@ -106,6 +112,12 @@ void slot_unload(Engine *engine, ModelSlot *slot);
 StoreSlot *slot_find_store(ModelSlot *slot, const KvPolicy *policy);
 /* The same, made when there is none; @make_room: at the cost of what is idle. */
 EngineResult slot_store(Engine *engine, ModelSlot *slot, const KvPolicy *policy, bool make_room, StoreSlot **ret, ErrorDetail *reterr);
+/* ---- ladder.c: steps down that free device memory and change no answer; false: none is left, or the device refused that too.  Each step
+ * is noted where it belongs. */
+/* For a store that is about to be made under @policy. */
+bool ladder_for_store(Engine *engine, ModelSlot *slot, StoreSlot *store, KvPolicy *policy);
+/* For a pass whose caches need room.  Caches may have moved or gone: the pass is to be planned anew. */
+bool ladder_for_pass(Engine *engine, ModelSlot *slot, StoreSlot *store);
 /* Frees one store, else one model other than @except, that no running job uses; false when there is nothing left to free. */
 bool models_make_room(Engine *engine, const ModelSlot *except);
 

@@ -2,8 +2,8 @@
 /*
  * One pass over the weights: the scheduler's choice becomes rows, the rows' results go to their jobs.
  *
- * A pass that fails for want of memory takes caches from idle sessions, then leaves jobs out of the pass (they wait until another ends),
- * and fails a job only when it is alone.  A pass that fails because of the device fails all running jobs.
+ * A pass that fails for want of memory takes caches from idle sessions, then, when it is the device's, steps down the ladder (ladder.c)
+ * and is planned anew, then leaves jobs out of the pass (they wait until another ends), and fails a job only when it is alone.  A pass that fails because of the device fails all running jobs.
  */
 
 #include "daemon/engine/engine-internal.h"
@@ -185,7 +185,8 @@ static uint32_t n_rows_of(const Pass *pass)
     return n_rows;
 }
 
-static int forward(Engine *engine, Pass *pass, ErrorDetail *reterr)
+/* 0, *ret_again when the pass is to be planned anew, or an error of the model. */
+static int forward(Engine *engine, Pass *pass, bool *ret_again, ErrorDetail *reterr)
 {
     for (;;) {
         Job *first = pass->jobs[0];
@@ -203,6 +204,10 @@ static int forward(Engine *engine, Pass *pass, ErrorDetail *reterr)
             (r == MODEL_E_DEVICE_MEMORY && sessions_evict_one(engine, NULL, first))) {
             refresh_items(pass);
             continue;
+        }
+        if (r == MODEL_E_DEVICE_MEMORY && ladder_for_pass(engine, first->slot, first->session->store)) {
+            *ret_again = true;
+            return 0;
         }
         if (pass->n == 1)
             return r;
@@ -267,6 +272,7 @@ bool pass_run(Engine *engine)
     SchedulerPick picks[ENGINE_MAX_ACTIVE];
     ErrorDetail detail = ERROR_DETAIL_NULL;
     Pass pass = {.n = 0};
+    bool again = false;
     size_t n_picks;
     int r;
 
@@ -279,11 +285,11 @@ bool pass_run(Engine *engine)
         return true;
     measure(engine, pass.jobs[0]);
     engine->pass_serial++;
-    r = forward(engine, &pass, &detail);
-    if (r) {
+    r = forward(engine, &pass, &again, &detail);
+    if (r)
         fail(engine, &pass, r, &detail);
+    if (r || again)
         return true;
-    }
     for (uint32_t i = 0; i < pass.n; i++) {
         Job *job = pass.jobs[i];
         float *logits = job->slot->logits + (size_t)i * model_file_params(slot_file(job->slot))->n_vocab;

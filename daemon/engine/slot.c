@@ -54,6 +54,7 @@ ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t 
         .max_rows = max_rows,
         .max_sequences = MIN(slot->config.parallel, (uint32_t)ENGINE_MAX_ACTIVE),
         .deadline_usec = engine->watchdog_usec,
+        .weights = slot->config.weights,
     };
 }
 
@@ -81,7 +82,7 @@ static void slot_fail(Engine *engine, ModelSlot *slot, EngineResult result, cons
     slot->failure = result;
     slot->error = *detail;
     slot->unload_wanted = false;
-    slot->rows_limit = 0;
+    slot->room_limit_bytes = 0;
     log_warning("Model '%s' cannot be loaded: %s", slot->config.name, detail->text);
     status_model_state(engine, slot);
     jobs_fail_slot(engine, slot, result, detail);
@@ -110,80 +111,56 @@ static bool slot_is_needed(const Engine *engine, const ModelSlot *slot)
     return false;
 }
 
-/* Whether @rows fit; MODEL_E_DEVICE_MEMORY with the numbers when they do not. */
-static int slot_check_plan(Engine *engine, const ModelSlot *slot, uint32_t rows, ErrorDetail *reterr)
+uint64_t slot_room(const Engine *engine, const ModelSlot *slot)
 {
-    ModelOptions options = slot_options(engine, slot, rows);
-    uint64_t used[GPU_PURPOSE_X_MAX], total, available;
-    ModelPlan plan = {0};
-    int r;
+    uint64_t used[GPU_PURPOSE_X_MAX], total, budget = gpu_info(engine->gpu)->budget_bytes, room;
 
-    r = model_plan(gpu_info(engine->gpu), slot->file, &options, &slot->config.policy, &plan, reterr);
-    if (r && (r != MODEL_E_DEVICE_MEMORY || plan.device_total_bytes == 0))
-        return r;
     gpu_memory_used(engine->gpu, used, &total);
-    available = plan.device_budget_bytes > total ? plan.device_budget_bytes - total : 0;
-    if (plan.device_total_bytes <= available)
-        return 0;
-    return error_detail_set(reterr, MODEL_E_DEVICE_MEMORY,
-                            "model '%s' needs %.1f MiB of device memory (weights %.1f, activations %.1f, cache %.1f), %.1f of %.1f MiB "
-                            "are free: unload another model, lower `parallel`, or raise `max-memory`",
-                            slot->config.name, (double)plan.device_total_bytes / 0x1p20, (double)plan.weight_bytes / 0x1p20,
-                            (double)plan.activation_bytes / 0x1p20,
-                            (double)(plan.device_total_bytes - plan.weight_bytes - plan.activation_bytes) / 0x1p20,
-                            (double)available / 0x1p20, (double)plan.device_budget_bytes / 0x1p20);
+    room = budget > total ? budget - total : 0;
+    return slot->room_limit_bytes ? MIN(room, slot->room_limit_bytes) : room;
 }
 
-/* The largest batch that fits by the plan, after what is idle has given way: both are exact. */
-static int slot_choose_rows(Engine *engine, ModelSlot *slot, bool make_room, uint32_t *ret_rows, ErrorDetail *reterr)
+/* How it fits: as configured, after what is idle has given way, else by the planner's ladder. */
+static int slot_fit(Engine *engine, ModelSlot *slot, bool make_room, ModelFit *ret, ErrorDetail *reterr)
 {
-    uint32_t rows = slot->rows_limit ? slot->rows_limit : MODELS_MAX_ROWS;
+    ModelOptions options = slot_options(engine, slot, MODELS_MAX_ROWS);
     int r;
 
-    for (;;) {
-        r = slot_check_plan(engine, slot, rows, reterr);
-        if (r != MODEL_E_DEVICE_MEMORY)
-            break;
-        if (make_room && models_make_room(engine, slot))
-            continue;
-        if (rows <= MODELS_MIN_ROWS)
-            break;
-        rows /= 2;
-    }
-    if (r == 0)
-        *ret_rows = rows;
+    do
+        r = model_fit(gpu_info(engine->gpu), slot->file, &options, &slot->config.policy, slot_room(engine, slot), ret, reterr);
+    while ((r == MODEL_E_DEVICE_MEMORY || (r == 0 && ret->steps != 0)) && make_room && models_make_room(engine, slot));
+    if (r)
+        error_detail_prefix(reterr, "model '%s'", slot->config.name);
     return r;
 }
 
-/* The model on the device.  A device that refuses what the plan allowed is tried once more with less: *ret_again, and the file is opened
+/* The model on the device.  A device that refuses what the plan allowed is tried again with less: *ret_again, and the file is opened
  * anew, because a failed try uses it up. */
 static EngineResult slot_make_model(Engine *engine, ModelSlot *slot, bool *ret_again, ErrorDetail *reterr)
 {
     bool make_room = slot_is_needed(engine, slot);
-    ModelOptions options;
-    uint32_t rows = 0;
+    ModelFit fit;
     int r;
 
-    r = slot_choose_rows(engine, slot, make_room, &rows, reterr);
+    r = slot_fit(engine, slot, make_room, &fit, reterr);
     if (r)
         return result_from_model(r);
-    options = slot_options(engine, slot, rows);
-    r = model_new(engine->gpu, slot->file, &options, &slot->model, reterr);
+    r = model_new(engine->gpu, slot->file, &fit.options, &slot->model, reterr);
     if (r) {
         slot->file = model_file_free(slot->file);
-        if (r == MODEL_E_DEVICE_MEMORY && make_room && models_make_room(engine, slot)) {
-            *ret_again = true;
-        } else if (r == MODEL_E_DEVICE_MEMORY && rows > MODELS_MIN_ROWS) {
-            slot->rows_limit = rows / 2;
-            *ret_again = true;
-        }
+        if (r == MODEL_E_DEVICE_MEMORY && !(make_room && models_make_room(engine, slot)))
+            slot->room_limit_bytes = fit.plan.device_total_bytes / 8 * 7; /* it ends where the planner refuses */
+        *ret_again = r == MODEL_E_DEVICE_MEMORY;
         return result_from_model(r);
     }
     slot->file = NULL;
-    slot->rows_limit = 0;
+    slot->room_limit_bytes = 0;
     slot->row_usec = 0;
     slot->max_rows = model_options(slot->model)->max_rows;
     slot->max_items = model_options(slot->model)->max_sequences;
+    slot->steps = fit.steps & (MODEL_STEP_ROWS | MODEL_STEP_WEIGHTS);
+    slot->asked_policy = slot->config.policy;
+    slot->fit_policy = fit.policy;
     return ENGINE_RESULT_DONE;
 }
 
@@ -223,6 +200,16 @@ static EngineResult slot_load_steps(Engine *engine, ModelSlot *slot, bool *ret_a
     return slot_store(engine, slot, &slot->config.policy, slot_is_needed(engine, slot), &store, reterr);
 }
 
+static void slot_log_loaded(const ModelSlot *slot)
+{
+    double seconds = (double)(slot->idle_since_usec - slot->loading_since_usec) / 1e6;
+    ModelPlan plan;
+
+    model_weights_plan(slot->model, &plan);
+    log_info("Model '%s' is loaded: %.1f MiB on the device, %u of %u layers, %u rows a pass, %.2f s", slot->config.name,
+             (double)model_device_bytes(slot->model) / 0x1p20, plan.n_layers_resident, plan.n_layers, slot->max_rows, seconds);
+}
+
 /* The file is open: the rest of the load. */
 static void slot_load(Engine *engine, ModelSlot *slot)
 {
@@ -251,9 +238,7 @@ static void slot_load(Engine *engine, ModelSlot *slot)
     engine->admission_due = true;
     slot->error = ERROR_DETAIL_NULL;
     slot->idle_since_usec = now_usec();
-    log_info("Model '%s' is loaded: %.1f MiB on the device, %u rows a pass, %.2f s", slot->config.name,
-             (double)model_device_bytes(slot->model) / 0x1p20, slot->max_rows,
-             (double)(slot->idle_since_usec - slot->loading_since_usec) / 1e6);
+    slot_log_loaded(slot);
     status_model_state(engine, slot);
 }
 
@@ -367,6 +352,23 @@ StoreSlot *slot_find_store(ModelSlot *slot, const KvPolicy *policy)
     return NULL;
 }
 
+/* Whoever is idle gives way, then the ladder. */
+static int store_new(Engine *engine, ModelSlot *slot, StoreSlot *store, bool make_room, ErrorDetail *reterr)
+{
+    KvPolicy policy = policy_equal(&store->policy, &slot->asked_policy) ? slot->fit_policy : store->policy;
+    int r;
+
+    if (policy.home != store->policy.home)
+        store->steps |= MODEL_STEP_HOME;
+    if (policy.n_slots != store->policy.n_slots || policy.tile_blocks != store->policy.tile_blocks)
+        store->steps |= MODEL_STEP_STAGING;
+    do
+        r = model_store_new(slot->model, &policy, &store->store, reterr);
+    while (((r == MODEL_E_DEVICE_MEMORY || r == MODEL_E_HOST_MEMORY) && make_room && models_make_room(engine, slot)) ||
+           (r == MODEL_E_DEVICE_MEMORY && ladder_for_store(engine, slot, store, &policy)));
+    return r;
+}
+
 EngineResult slot_store(Engine *engine, ModelSlot *slot, const KvPolicy *policy, bool make_room, StoreSlot **ret, ErrorDetail *reterr)
 {
     StoreSlot *store = slot_find_store(slot, policy);
@@ -380,16 +382,14 @@ EngineResult slot_store(Engine *engine, ModelSlot *slot, const KvPolicy *policy,
     store = calloc(1, sizeof(*store));
     if (!store)
         return ENGINE_RESULT_OUT_OF_MEMORY;
+    store->policy = *policy;
     mailbox_allow(engine->mailbox, now_usec() + ENGINE_LOAD_ALLOWANCE_USEC);
-    do
-        r = model_store_new(slot->model, policy, &store->store, reterr);
-    while ((r == MODEL_E_DEVICE_MEMORY || r == MODEL_E_HOST_MEMORY) && make_room && models_make_room(engine, slot));
+    r = store_new(engine, slot, store, make_room, reterr);
     mailbox_allow(engine->mailbox, 0);
     if (r) {
         free(store);
         return result_from_model(r);
     }
-    store->policy = *policy;
     store->group = ++engine->last_group;
     store->last_used_usec = now_usec();
     store->next = slot->stores;

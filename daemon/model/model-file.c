@@ -2,6 +2,8 @@
 /* What a worker prepares of a model without the device. */
 
 #include "daemon/model/model-private.h"
+#include "daemon/model/weights-file.h"
+#include "quant/base/log.h"
 
 #include <string.h>
 
@@ -125,6 +127,25 @@ static int copy_template(ModelFile *file, ErrorDetail *reterr)
     return file->chat_template ? 0 : error_origin(-ENOMEM);
 }
 
+/* The packed image: from its file, or made; without a file in anonymous memory. */
+static int open_image(ModelFile *file, ErrorDetail *reterr)
+{
+    const ModelParams *params = &file->hparams.model;
+    int r = -ENOENT;
+
+    if (file->state_dir)
+        r = weights_file_open(file->state_dir, file->digest, params, &file->weights);
+    if (r && file->state_dir) {
+        r = weights_file_make(file->state_dir, file->digest, params, &file->weights);
+        if (r)
+            log_debug("The packed weights stay in anonymous memory: %s", strerror(-r));
+    }
+    if (r == 0)
+        return 0;
+    r = weights_new_image(&file->weights, reterr);
+    return r ? r : weights_pack(&file->weights, params);
+}
+
 static int load(ModelFile *file, const char *path, const char *state_dir, ErrorDetail *reterr)
 {
     int r;
@@ -141,7 +162,7 @@ static int load(ModelFile *file, const char *path, const char *state_dir, ErrorD
     if (!r)
         r = digest_of_file(file->gguf, state_dir, file->digest);
     if (!r)
-        r = weights_pack(&file->weights, &file->hparams.model, reterr);
+        r = open_image(file, reterr);
     if (r)
         return error_trace(r);
     digest_to_hex(file->digest, file->digest_hex);

@@ -3,7 +3,7 @@
 /* Inside of ModelFile and Model, shared by the files of this folder. */
 
 #include "daemon/model/digest.h"
-#include "daemon/model/weights.h"
+#include "daemon/model/weights-device.h"
 
 struct ModelFile {
     Gguf *gguf;
@@ -17,6 +17,8 @@ struct ModelFile {
 
 /* Rows whose logits are computed at once: enough to read the head's weights rarely, few enough that the buffer stays small. */
 #define MODEL_LOGIT_ROWS 32
+/* Rows of a pass below which nothing is gained. */
+#define MODEL_MIN_ROWS 32
 /* Deadline of one wait for the device unless the options say otherwise. */
 #define MODEL_DEADLINE_USEC (60 * UINT64_C(1000000))
 
@@ -26,15 +28,14 @@ struct Model {
     ModelOptions options; /* complete */
     Ops *ops;
     Ops *head; /* products of the head; the same as ops in compute `exact` */
-    GpuBuffer **blocks; /* (n_blocks), as in struct Weights */
-    uint32_t n_blocks;
+    WeightsDevice weights;
     GpuBuffer *x;       /* f32 (max_rows, n_embd): the residual stream */
     GpuBuffer *qkv;     /* f32 (max_rows, (n_heads + 2 n_kv_heads) * head_dim) */
     GpuBuffer *attended; /* f32 (max_rows, n_heads * head_dim) */
     GpuBuffer *hidden;  /* f32 (max_rows, n_ff) */
     GpuBuffer *logits;  /* f32 (n_logit_rows, n_vocab) */
     GpuBuffer *input;   /* int32 (2, max_rows): token ids, then rows whose logits are wanted */
-    int32_t *host_input; /* the same, on the host */
+    int32_t *host_input; /* int32 (3, max_rows): the same on the host, then the ids as they are in the vocabulary */
     KvCalibration *calibration; /* (n_layers), or NULL when not calibrated yet */
     float *means;               /* what it points into: (n_layers, 2, n_kv_heads, head_dim) */
 };
@@ -42,7 +43,14 @@ struct Model {
 /* Complete options: every zero replaced by its meaning. */
 ModelOptions model_complete_options(const ModelFile *file, const ModelOptions *options);
 KvModel model_kv(const ModelFile *file, const ModelOptions *options, const KvCalibration *calibration);
+KvPolicy model_complete_policy(const KvPolicy *policy, const ModelOptions *options);
 OpsOptions model_ops_options(const ModelFile *file, const ModelOptions *options);
+OpsOptions model_head_options(const ModelFile *file, const ModelOptions *options);
+/* Where the weights are, for complete options. */
+int model_placement(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, Placement *ret, ErrorDetail *reterr);
+void model_plan_placement(const Weights *weights, const Placement *placement, ModelPlan *plan);
+/* The device's buffers of struct Model and of its products. */
+int model_activation_bytes(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, uint64_t *ret);
 
 /* Sizes of the buffers of struct Model, in bytes. */
 typedef struct ModelSizes {

@@ -9,18 +9,31 @@
 
 void weights_release_block(Weights *weights, uint32_t block)
 {
-    if (!weights->blocks || !weights->blocks[block])
+    WeightsBlock *b = &weights->blocks[block];
+
+    if (!weights->image || b->absent || b->bytes == 0)
         return;
-    (void)munmap(weights->blocks[block], weights->block_bytes[block]);
-    weights->blocks[block] = NULL;
+    (void)madvise(weights->image + b->offset, b->bytes, MADV_DONTNEED);
+    b->absent = !weights->mapped;
+}
+
+const uint8_t *weights_block(const Weights *weights, uint32_t block)
+{
+    return weights->image && !weights->blocks[block].absent ? weights->image + weights->blocks[block].offset : NULL;
+}
+
+const void *weights_matrix(const Weights *weights, const WeightsMatrix *matrix)
+{
+    const uint8_t *block = weights_block(weights, matrix->block);
+
+    return block ? block + matrix->offset : NULL;
 }
 
 void weights_clear(Weights *weights)
 {
-    for (uint32_t i = 0; i < weights->n_blocks; i++)
-        weights_release_block(weights, i);
+    if (weights->mapping)
+        (void)munmap(weights->mapping, weights->mapping_bytes);
     free(weights->layers);
-    free(weights->block_bytes);
     free(weights->blocks);
     *weights = WEIGHTS_NULL;
 }
@@ -30,7 +43,7 @@ uint64_t weights_total_bytes(const Weights *weights)
     uint64_t total = 0;
 
     for (uint32_t i = 0; i < weights->n_blocks; i++)
-        total += weights->block_bytes[i];
+        total += weights->blocks[i].bytes;
     return total;
 }
 
@@ -42,7 +55,8 @@ static int place(const Gguf *gguf, Weights *weights, const char *name, uint32_t 
 {
     const GgufTensor *tensor = gguf_tensor(gguf, name);
     uint32_t rows = n_rows ? n_rows : 1;
-    uint64_t bytes;
+    WeightsBlock *to = &weights->blocks[block];
+    uint64_t bytes, tile_bytes = 0;
 
     if (!tensor)
         return error_detail_set(reterr, MODEL_E_CORRUPT, "tensor '%s' is missing", name);
@@ -54,10 +68,16 @@ static int place(const Gguf *gguf, Weights *weights, const char *name, uint32_t 
     else if (weight_device_bytes(tensor->type, rows, n_cols, &bytes))
         return error_detail_set(reterr, MODEL_E_UNSUPPORTED, "tensor '%s': a %s matrix of %u x %u has no device layout", name,
                                 tensor->type->name, n_cols, rows);
-    *ret = (WeightsMatrix){
-        .tensor = tensor, .block = block, .n_rows = rows, .n_cols = n_cols, .offset = weights->block_bytes[block], .norm = n_rows == 0};
-    if (!checked_add(weights->block_bytes[block], bytes, &bytes) ||
-        !checked_align(bytes, WEIGHTS_ALIGNMENT, &weights->block_bytes[block]))
+    if (n_rows > 0)
+        tile_bytes = bytes / ((n_rows + WEIGHT_TILE_ROWS - 1) / WEIGHT_TILE_ROWS);
+    *ret = (WeightsMatrix){.tensor = tensor,
+                           .block = block,
+                           .n_rows = rows,
+                           .n_cols = n_cols,
+                           .offset = to->bytes,
+                           .tile_bytes = tile_bytes,
+                           .norm = n_rows == 0};
+    if (!checked_add(to->bytes, bytes, &bytes) || !checked_align(bytes, WEIGHTS_ALIGNMENT, &to->bytes))
         return error_detail_set(reterr, MODEL_E_CORRUPT, "tensor '%s' is impossibly large", name);
     return 0;
 }
@@ -70,7 +90,7 @@ static int plan_layer(const Gguf *gguf, const ModelParams *params, Weights *weig
     const struct {
         const char *name;
         uint32_t n_rows, n_cols;
-    } parts[WEIGHTS_PART_X_MAX] = {
+    } parts[WEIGHTS_TENSOR_X_MAX] = {
         [WEIGHTS_ATTN_NORM] = {"attn_norm", 0, n_embd},  [WEIGHTS_Q] = {"attn_q", n_q, n_embd},
         [WEIGHTS_K] = {"attn_k", n_kv, n_embd},          [WEIGHTS_V] = {"attn_v", n_kv, n_embd},
         [WEIGHTS_O] = {"attn_output", n_embd, n_q},      [WEIGHTS_FFN_NORM] = {"ffn_norm", 0, n_embd},
@@ -78,16 +98,19 @@ static int plan_layer(const Gguf *gguf, const ModelParams *params, Weights *weig
         [WEIGHTS_DOWN] = {"ffn_down", n_embd, params->n_ff},
     };
 
-    for (WeightsPart i = 0; i < WEIGHTS_PART_X_MAX; i++) {
+    for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++) {
+        /* q, k and v belong to the span before the layer's attention, the others to the one after it; in this order in both. */
+        uint32_t span = i == WEIGHTS_Q || i == WEIGHTS_K || i == WEIGHTS_V ? index : index + 1;
+        uint32_t block = parts[i].n_rows == 0 ? WEIGHTS_BLOCK_NORMS : WEIGHTS_BLOCK_SPANS + span;
         char name[64];
         int r;
 
         (void)snprintf(name, sizeof(name), "blk.%u.%s.weight", index, parts[i].name);
-        r = place(gguf, weights, name, 1 + index, parts[i].n_rows, parts[i].n_cols, &layer->parts[i], reterr);
+        r = place(gguf, weights, name, block, parts[i].n_rows, parts[i].n_cols, &layer->tensors[i], reterr);
         if (r)
             return r;
     }
-    layer->parts[WEIGHTS_Q].rotary = layer->parts[WEIGHTS_K].rotary = true;
+    layer->tensors[WEIGHTS_Q].rotary = layer->tensors[WEIGHTS_K].rotary = true;
     return 0;
 }
 
@@ -112,8 +135,8 @@ static int check_all_used(const Gguf *gguf, const Weights *weights, ErrorDetail 
         return error_origin(-ENOMEM);
     used[weights->embedding.tensor - first] = used[weights->output_norm.tensor - first] = used[weights->output.tensor - first] = true;
     for (uint32_t l = 0; l < weights->n_layers; l++)
-        for (WeightsPart i = 0; i < WEIGHTS_PART_X_MAX; i++)
-            used[weights->layers[l].parts[i].tensor - first] = true;
+        for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
+            used[weights->layers[l].tensors[i].tensor - first] = true;
     for (size_t i = 0; i < gguf_n_tensors(gguf); i++)
         if (!used[i] && !may_be_ignored(first[i].name))
             return error_detail_set(reterr, MODEL_E_UNSUPPORTED, "tensor '%s' is not part of a llama model that is supported",
@@ -121,19 +144,33 @@ static int check_all_used(const Gguf *gguf, const Weights *weights, ErrorDetail 
     return 0;
 }
 
+/* Where the blocks lie in the image. */
+static int place_blocks(Weights *weights, ErrorDetail *reterr)
+{
+    uint64_t end = 0;
+
+    for (uint32_t i = 0; i < weights->n_blocks; i++) {
+        weights->blocks[i].offset = end;
+        if (!checked_add(end, weights->blocks[i].bytes, &end) || !checked_align(end, WEIGHTS_BLOCK_ALIGNMENT, &end))
+            return error_detail_set(reterr, MODEL_E_CORRUPT, "the weights are impossibly large");
+    }
+    weights->image_bytes = end;
+    return 0;
+}
+
 int weights_plan(const Gguf *gguf, const ModelParams *params, Weights *ret, ErrorDetail *reterr)
 {
-    Weights weights = {.n_layers = params->n_layers, .n_blocks = params->n_layers + (params->tied_embeddings ? 1 : 2)};
+    Weights weights = {.n_layers = params->n_layers,
+                       .n_blocks = WEIGHTS_BLOCK_SPANS + params->n_layers + 1 + (params->tied_embeddings ? 0 : 1)};
     int r;
 
     weights.layers = calloc(weights.n_layers, sizeof(*weights.layers));
-    weights.block_bytes = calloc(weights.n_blocks, sizeof(*weights.block_bytes));
     weights.blocks = calloc(weights.n_blocks, sizeof(*weights.blocks));
-    r = weights.layers && weights.block_bytes && weights.blocks ? 0 : error_origin(-ENOMEM);
+    r = weights.layers && weights.blocks ? 0 : error_origin(-ENOMEM);
     if (!r)
-        r = place(gguf, &weights, "token_embd.weight", 0, params->n_vocab, params->n_embd, &weights.embedding, reterr);
+        r = place(gguf, &weights, "token_embd.weight", WEIGHTS_BLOCK_EMBEDDING, params->n_vocab, params->n_embd, &weights.embedding, reterr);
     if (!r)
-        r = place(gguf, &weights, "output_norm.weight", 0, 0, params->n_embd, &weights.output_norm, reterr);
+        r = place(gguf, &weights, "output_norm.weight", WEIGHTS_BLOCK_NORMS, 0, params->n_embd, &weights.output_norm, reterr);
     for (uint32_t i = 0; i < weights.n_layers && !r; i++)
         r = plan_layer(gguf, params, &weights, i, reterr);
     weights.output = weights.embedding;
@@ -141,6 +178,8 @@ int weights_plan(const Gguf *gguf, const ModelParams *params, Weights *ret, Erro
         r = place(gguf, &weights, "output.weight", weights.n_blocks - 1, params->n_vocab, params->n_embd, &weights.output, reterr);
     if (!r)
         r = check_all_used(gguf, &weights, reterr);
+    if (!r)
+        r = place_blocks(&weights, reterr);
     if (r) {
         weights_clear(&weights);
         return error_trace(r);
@@ -166,9 +205,9 @@ static uint32_t *new_rotary_map(uint32_t n_rows, const KvShape *shape)
     return map;
 }
 
-static int pack_matrix(Weights *weights, const ModelParams *params, const WeightsMatrix *matrix)
+static int pack_matrix(const Weights *weights, const ModelParams *params, const WeightsMatrix *matrix)
 {
-    void *to = (uint8_t *)weights->blocks[matrix->block] + matrix->offset;
+    void *to = weights->image + weights->blocks[matrix->block].offset + matrix->offset;
     _cleanup_(freep) uint32_t *map = NULL;
 
     if (matrix->norm) {
@@ -184,25 +223,31 @@ static int pack_matrix(Weights *weights, const ModelParams *params, const Weight
     return 0;
 }
 
-int weights_pack(Weights *weights, const ModelParams *params, ErrorDetail *reterr)
+int weights_new_image(Weights *weights, ErrorDetail *reterr)
+{
+    void *memory = mmap(NULL, weights->image_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    if (memory == MAP_FAILED)
+        return error_detail_set(reterr, MODEL_E_HOST_MEMORY, "no memory for %llu bytes of repacked weights",
+                                (unsigned long long)weights->image_bytes);
+    /* Where the device reads it in place its kernels are a few percent faster (gpu-memory.c). */
+    (void)madvise(memory, weights->image_bytes, MADV_HUGEPAGE);
+    weights->image = weights->mapping = memory;
+    weights->mapping_bytes = weights->image_bytes;
+    return 0;
+}
+
+int weights_pack(const Weights *weights, const ModelParams *params)
 {
     int r;
 
-    for (uint32_t i = 0; i < weights->n_blocks; i++) {
-        void *memory = mmap(NULL, weights->block_bytes[i], PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-
-        if (memory == MAP_FAILED)
-            return error_detail_set(reterr, MODEL_E_HOST_MEMORY, "no memory for %llu bytes of repacked weights",
-                                    (unsigned long long)weights_total_bytes(weights));
-        weights->blocks[i] = memory;
-    }
     r = pack_matrix(weights, params, &weights->embedding);
     if (!r)
         r = pack_matrix(weights, params, &weights->output_norm);
-    if (!r && weights->output.block != weights->embedding.block)
+    if (!r && !weights_tied(weights))
         r = pack_matrix(weights, params, &weights->output);
     for (uint32_t l = 0; l < weights->n_layers; l++)
-        for (WeightsPart i = 0; i < WEIGHTS_PART_X_MAX && !r; i++)
-            r = pack_matrix(weights, params, &weights->layers[l].parts[i]);
+        for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX && !r; i++)
+            r = pack_matrix(weights, params, &weights->layers[l].tensors[i]);
     return error_trace(r);
 }

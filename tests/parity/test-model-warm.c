@@ -66,7 +66,8 @@ static void decode(Model *model, KvStore *store, KvCache *cache, uint32_t n, flo
     }
 }
 
-static void check_policy(Gpu *gpu, KvStrategy strategy, KvTransfer transfer)
+/* @budget: of the device for weights, the rest streams; 0: all stay. */
+static void check_policy(Gpu *gpu, KvStrategy strategy, KvTransfer transfer, uint64_t budget)
 {
     const RigPolicy rig = {.name = "", .strategy = strategy, .transfer = transfer};
     KvPolicy policy = rig_policy(&rig, false);
@@ -79,7 +80,7 @@ static void check_policy(Gpu *gpu, KvStrategy strategy, KvTransfer transfer)
     Model *model;
 
     rig_path("tiny-llama-tied.gguf", path, sizeof(path));
-    model = rig_open_model(gpu, path, NULL, (ModelOptions){.max_rows = N_PROMPT});
+    model = rig_open_model(gpu, path, NULL, (ModelOptions){.max_rows = N_PROMPT, .weights = {budget, 2, KV_TRANSFER_COPY}});
     store = rig_new_store(model, &policy);
     assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
     rig_random_ids(7, N_VOCAB, prompt, N_PROMPT);
@@ -110,10 +111,11 @@ static void check_policy(Gpu *gpu, KvStrategy strategy, KvTransfer transfer)
 
 static void a_warm_step_builds_creates_and_allocates_nothing(void **state)
 {
-    check_policy(*state, KV_STRATEGY_OFFLOADED_QUANTIZED, KV_TRANSFER_AUTO);
-    check_policy(*state, KV_STRATEGY_OFFLOADED_QUANTIZED, KV_TRANSFER_COPY);
-    check_policy(*state, KV_STRATEGY_QUANTIZED, KV_TRANSFER_AUTO);
-    check_policy(*state, KV_STRATEGY_STATIC, KV_TRANSFER_AUTO);
+    check_policy(*state, KV_STRATEGY_OFFLOADED_QUANTIZED, KV_TRANSFER_AUTO, 0);
+    check_policy(*state, KV_STRATEGY_OFFLOADED_QUANTIZED, KV_TRANSFER_COPY, 0);
+    check_policy(*state, KV_STRATEGY_QUANTIZED, KV_TRANSFER_AUTO, 0);
+    check_policy(*state, KV_STRATEGY_STATIC, KV_TRANSFER_AUTO, 0);
+    check_policy(*state, KV_STRATEGY_OFFLOADED_QUANTIZED, KV_TRANSFER_COPY, 100000);
 }
 
 static int setup(void **state)

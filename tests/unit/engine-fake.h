@@ -36,6 +36,9 @@ static struct {
     uint64_t pass_usec, open_usec;  /* how long a pass and opening a file take */
     uint64_t room_tokens;           /* what all caches together may hold; 0: any number */
     uint64_t budget;                /* of the device */
+    uint64_t device_tokens;         /* what caches at home there may hold; 0: any number.  Each halving of the batch gives 10 more, */
+    uint32_t n_streams;             /* and each eighth of the weights that streams 100, so many times */
+    bool can_stream;                /* a model may load with half of its weights on the device */
     bool hold;                      /* passes wait */
     bool packed;                    /* crop goes back to checkpoints only */
     uint32_t n_opens, n_files, n_models, n_stores, n_caches, n_passes, n_forked;
@@ -50,6 +53,9 @@ static void fake_reset(void)
     fake.nan_for = 0;
     fake.pass_usec = fake.open_usec = fake.room_tokens = 0;
     fake.budget = 1000;
+    fake.device_tokens = 0;
+    fake.n_streams = 0;
+    fake.can_stream = false;
     fake.n_opens = fake.n_passes = fake.n_forked = 0;
     pthread_mutex_unlock(&fake.lock);
 }
@@ -440,21 +446,55 @@ uint64_t model_file_bytes(const ModelFile *file)
     return file->bytes;
 }
 
+static uint64_t fake_weight_bytes(const ModelFile *file, const ModelOptions *options)
+{
+    return options->weights.budget_bytes ? options->weights.budget_bytes : file->bytes;
+}
+
+static uint64_t fake_model_bytes(const ModelFile *file, const ModelOptions *options)
+{
+    return fake_weight_bytes(file, options) + options->max_rows / 32;
+}
+
 int model_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvPolicy *policy, ModelPlan *ret,
                ErrorDetail *reterr)
 {
     (void)policy, (void)reterr;
-    *ret = (ModelPlan){.weight_bytes = file->bytes,
+    *ret = (ModelPlan){.weight_bytes = fake_weight_bytes(file, options),
                        .activation_bytes = options->max_rows / 32,
-                       .device_total_bytes = file->bytes + options->max_rows / 32,
+                       .device_total_bytes = fake_model_bytes(file, options),
                        .device_budget_bytes = info->budget_bytes};
     ret->fits = ret->device_total_bytes <= ret->device_budget_bytes;
     return 0;
 }
 
+int model_fit(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvPolicy *policy, uint64_t available_bytes,
+              ModelFit *ret, ErrorDetail *reterr)
+{
+    ModelFit fit = {.options = *options, .policy = *policy};
+
+    for (; fit.options.max_rows >= 32; fit.options.max_rows /= 2) {
+        (void)model_plan(info, file, &fit.options, policy, &fit.plan, NULL);
+        fit.steps = fit.options.max_rows < options->max_rows ? MODEL_STEP_ROWS : 0;
+        if (fit.plan.device_total_bytes <= available_bytes) {
+            *ret = fit;
+            return 0;
+        }
+    }
+    fit.options.max_rows = 32;
+    fit.options.weights.budget_bytes = file->bytes / 2;
+    (void)model_plan(info, file, &fit.options, policy, &fit.plan, NULL);
+    fit.steps = MODEL_STEP_ROWS | MODEL_STEP_WEIGHTS;
+    if (!FAKE_GET(can_stream) || fit.plan.device_total_bytes > available_bytes)
+        return error_detail_set(reterr, MODEL_E_DEVICE_MEMORY, "model needs %llu, %llu are free", (unsigned long long)file->bytes,
+                                (unsigned long long)available_bytes);
+    *ret = fit;
+    return 0;
+}
+
 int model_new(Gpu *gpu, ModelFile *file, const ModelOptions *options, Model **ret, ErrorDetail *reterr)
 {
-    uint64_t bytes = file->bytes + options->max_rows / 32;
+    uint64_t bytes = fake_model_bytes(file, options);
     Model *model;
 
     assert_false(file->used);
@@ -476,7 +516,7 @@ Model *model_free(Model *model)
 {
     if (!model)
         return NULL;
-    model->gpu->used -= model->file->bytes + model->options.max_rows / 32;
+    model->gpu->used -= fake_model_bytes(model->file, &model->options);
     pthread_mutex_lock(&fake.lock);
     fake.n_models--;
     pthread_mutex_unlock(&fake.lock);
@@ -497,7 +537,34 @@ const ModelOptions *model_options(const Model *model)
 
 uint64_t model_device_bytes(const Model *model)
 {
-    return model->file->bytes;
+    return fake_weight_bytes(model->file, &model->options);
+}
+
+void model_weights_plan(const Model *model, ModelPlan *ret)
+{
+    *ret = (ModelPlan){.weight_bytes = fake_weight_bytes(model->file, &model->options)};
+}
+
+int model_shrink_rows(Model *model, uint32_t max_rows, ErrorDetail *reterr)
+{
+    (void)reterr;
+    if (!FAKE_GET(device_tokens) || max_rows >= model->options.max_rows)
+        return MODEL_E_DEVICE_MEMORY;
+    model->gpu->used -= model->options.max_rows / 32;
+    model->options.max_rows = max_rows;
+    model->gpu->used += model->options.max_rows / 32;
+    FAKE_SET(device_tokens, fake.device_tokens + 10);
+    return 0;
+}
+
+int model_stream_more(Model *model, uint64_t bytes, ErrorDetail *reterr)
+{
+    (void)model, (void)bytes, (void)reterr;
+    if (!FAKE_GET(n_streams))
+        return MODEL_E_DEVICE_MEMORY;
+    FAKE_SET(n_streams, fake.n_streams - 1);
+    FAKE_SET(device_tokens, fake.device_tokens + 100);
+    return 0;
 }
 
 int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr)
@@ -641,19 +708,22 @@ static void fake_logits(const KvCache *cache, uint32_t n, float *row)
 /* Waits while passes are held, notes the pass; MODEL_E_… when a fault was asked for. */
 static int fake_begin_pass(Model *model, const ModelItem *items, uint32_t n_items, ErrorDetail *reterr)
 {
-    uint64_t tokens = 0;
+    uint64_t tokens = 0, on_device = 0;
     FakePass *pass;
 
     pthread_mutex_lock(&fake.lock);
     while (fake.hold)
         pthread_cond_wait(&fake.changed, &fake.lock);
-    for (size_t i = 0; i < N_ELEMENTS(fake_caches); i++)
+    for (size_t i = 0; i < N_ELEMENTS(fake_caches); i++) {
         tokens += fake_caches[i] ? fake_caches[i]->n : 0;
+        on_device += fake_caches[i] && fake_caches[i]->store->policy.home == KV_HOME_DEVICE ? fake_caches[i]->n : 0;
+    }
     assert_true(fake.n_passes < FAKE_PASSES);
     pass = &fake.passes[fake.n_passes++];
     *pass = (FakePass){.n_items = n_items};
     for (uint32_t i = 0; i < n_items; i++) {
         tokens += items[i].n_tokens;
+        on_device += items[i].cache->store->policy.home == KV_HOME_DEVICE ? items[i].n_tokens : 0;
         pass->n_rows += items[i].n_tokens;
         if (i < N_ELEMENTS(pass->first_ids))
             pass->first_ids[i] = items[i].cache->n > 0 ? items[i].cache->ids[0] : items[i].tokens[0];
@@ -672,6 +742,8 @@ static int fake_begin_pass(Model *model, const ModelItem *items, uint32_t n_item
     }
     if (FAKE_GET(room_tokens) && tokens > FAKE_GET(room_tokens))
         return error_detail_set(reterr, MODEL_E_HOST_MEMORY, "%llu tokens do not fit", (unsigned long long)tokens);
+    if (FAKE_GET(device_tokens) && on_device > FAKE_GET(device_tokens))
+        return error_detail_set(reterr, MODEL_E_DEVICE_MEMORY, "%llu tokens do not fit on the device", (unsigned long long)on_device);
     return 0;
 }
 

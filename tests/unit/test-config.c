@@ -114,6 +114,35 @@ static void config_names_the_nearest_known_key(void **state)
     assert_refused(fixture, "xyzzy: 1\n", 1, 1, "is not known here");
 }
 
+static void config_places_weights(void **state)
+{
+    Fixture *fixture = *state;
+    EngineModel *models = NULL;
+    size_t n = 0;
+
+    write_text(fixture, "leat.yaml",
+               "models:\n  a: {file: x.gguf}\n  b: {file: x.gguf, layers: all}\n"
+               "  c: {file: x.gguf, layers: 0, weights: {prefetch: 8, transfer: copy}}\n  d: {file: x.gguf, layers: auto}\n");
+    assert_int_equal(load(fixture), 0);
+    assert_int_equal(config_engine_models(fixture->config, &models, &n, NULL), 0);
+    assert_int_equal(n, 4);
+    assert_int_equal(models[0].weights.n_slots, 2);
+    assert_false(models[0].weights.limit_layers || models[0].weights.all_layers);
+    assert_true(models[1].weights.all_layers);
+    assert_true(models[2].weights.limit_layers);
+    assert_int_equal(models[2].weights.max_layers, 0);
+    assert_int_equal(models[2].weights.n_slots, 8);
+    assert_int_equal(models[2].weights.transfer, KV_TRANSFER_COPY);
+    assert_false(models[3].weights.limit_layers || models[3].weights.all_layers);
+    free(models);
+    assert_refused(fixture, "models: {a: {file: x.gguf, layers: some}}\n", 1, 36, "none of auto, all and a number");
+    assert_refused(fixture, "models: {a: {file: x.gguf, layers: 4097}}\n", 1, 36, "out of range");
+    assert_refused(fixture, "models: {a: {file: x.gguf, weights: {prefetch: 9}}}\n", 1, 48, "out of range");
+    assert_refused(fixture, "models: {a: {file: x.gguf, weights: {prefetch: 0}}}\n", 1, 48, "out of range");
+    assert_refused(fixture, "models: {a: {file: x.gguf, weights: {transfer: zero}}}\n", 1, 48, "zero-copy");
+    assert_refused(fixture, "models: {a: {file: x.gguf, weights: {slots: 2}}}\n", 1, 38, "not known");
+}
+
 static void config_reports_all_errors_of_all_files_at_once(void **state)
 {
     Fixture *fixture = *state;
@@ -309,6 +338,7 @@ int main(void)
 #define CASE(name) cmocka_unit_test_setup_teardown(name, fixture_setup, fixture_teardown)
         CASE(config_of_an_empty_file_is_the_defaults),
         CASE(config_names_the_nearest_known_key),
+        CASE(config_places_weights),
         CASE(config_reports_all_errors_of_all_files_at_once),
         CASE(config_refuses_duplicate_keys_with_both_lines),
         CASE(config_refuses_what_yaml_allows_but_nobody_means),

@@ -141,6 +141,81 @@ static void the_batch_shrinks_until_it_fits(void **state)
     talk_stop(talk);
 }
 
+static void weights_stream_when_nothing_else_makes_them_fit(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a600.gguf"), fake_model("b", "b600.gguf"), fake_model("c", "c9000.gguf")};
+    EngineRequest request = raw_request("b", "x", 3);
+    Talk *talk = start(models, 3);
+    Seen *seen;
+
+    (void)state;
+    FAKE_SET(can_stream, true);
+    assert_int_equal(load(talk, "a")->result, ENGINE_RESULT_DONE);
+    assert_int_equal(load(talk, "b")->result, ENGINE_RESULT_DONE); /* half of it, beside the other */
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_speaks(seen, "x", 3);
+    assert_string_equal(seen->usage.ladder, "smaller-batch streamed-weights");
+    request.model = "a";
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_string_equal(seen->usage.ladder, "");
+    seen = load(talk, "c"); /* not even so */
+    assert_int_equal(seen->result, ENGINE_RESULT_OUT_OF_DEVICE_MEMORY);
+    assert_non_null(strstr(seen->detail.text, "9000"));
+    talk_stop(talk);
+}
+
+/* ---- the ladder in the middle of a generation ------------------------------------------------------------------------------- */
+
+static Talk *start_on_device(uint64_t device_tokens, uint32_t n_streams)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    Talk *talk;
+
+    model.policy.home = KV_HOME_DEVICE;
+    model.policy.strategy = KV_STRATEGY_DYNAMIC;
+    talk = start(&model, 1);
+    FAKE_SET(device_tokens, device_tokens);
+    FAKE_SET(n_streams, n_streams);
+    return talk;
+}
+
+static void a_generation_that_outgrows_the_device_goes_on_where_it_was(void **state)
+{
+    Talk *talk = start_on_device(30, 0);
+    EngineRequest request = raw_request("m", "Tell me", 60);
+    Seen *seen;
+
+    (void)state;
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_int_equal(seen->result, ENGINE_RESULT_DONE);
+    assert_speaks(seen, "Tell me", 60);
+    assert_string_equal(seen->usage.ladder, "smaller-batch"); /* 512, 256, 128, 64, 32 rows: 40 tokens more */
+    request = raw_request("m", "And then", 200);
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_speaks(seen, "And then", 200);
+    assert_string_equal(seen->usage.ladder, "smaller-batch host-home");
+    assert_string_equal(seen->usage.home, "host");
+    assert_int_equal(seen->usage.output_tokens, 200);
+    talk_stop(talk);
+}
+
+static void sessions_survive_the_ladder(void **state)
+{
+    Talk *talk = start_on_device(50, 0);
+    EngineRequest long_one = raw_request("m", "Long", 300), turn = raw_request(NULL, "Turn", 20);
+    uint64_t job, other;
+
+    (void)state;
+    turn.session = talk_open(talk, "m", 1);
+    assert_speaks(talk_wait(talk, talk_generate(talk, &turn)), "Turn", 20);
+    job = talk_generate(talk, &long_one);
+    other = talk_generate(talk, &turn);
+    assert_speaks(talk_wait(talk, other), "Turn", 20);
+    assert_speaks(talk_wait(talk, job), "Long", 300);
+    assert_string_equal(talk->seen[job].usage.home, "host");
+    talk_stop(talk);
+}
+
 static void unload_lets_running_jobs_end_and_sessions_keep_their_ids(void **state)
 {
     EngineModel model = fake_model("m", "m.gguf");
@@ -566,6 +641,9 @@ int main(void)
         cmocka_unit_test(two_loads_that_fit_singly_only_one_succeeds),
         cmocka_unit_test(a_generation_makes_an_idle_model_give_way),
         cmocka_unit_test(the_batch_shrinks_until_it_fits),
+        cmocka_unit_test(weights_stream_when_nothing_else_makes_them_fit),
+        cmocka_unit_test(a_generation_that_outgrows_the_device_goes_on_where_it_was),
+        cmocka_unit_test(sessions_survive_the_ladder),
         cmocka_unit_test(unload_lets_running_jobs_end_and_sessions_keep_their_ids),
         cmocka_unit_test(an_idle_model_is_unloaded_in_time),
         cmocka_unit_test(a_model_to_preload_is_loaded_at_start),

@@ -284,7 +284,7 @@ static void fixture_path(const char *name, char *ret, size_t size)
 static void check_matrix(const ModelFile *file, const WeightsMatrix *matrix)
 {
     const KvShape *shape = &file->hparams.model.attention;
-    const uint8_t *packed = (const uint8_t *)file->weights.blocks[matrix->block] + matrix->offset;
+    const uint8_t *packed = weights_matrix(&file->weights, matrix);
     const WeightTypeInfo *type = matrix->tensor->type;
     float ours[512], theirs[512];
     uint64_t row_bytes;
@@ -316,13 +316,13 @@ static void weights_are_repacked_without_loss_and_rotary_rows_reordered(void **s
         fixture_path(names[n], path, sizeof(path));
         assert_int_equal(model_file_open(path, NULL, &file, NULL), 0);
         weights = &file->weights;
-        assert_int_equal(weights->n_blocks, weights->n_layers + 1 + (n == 1));
+        assert_int_equal(weights->n_blocks, weights->n_layers + 3 + (n == 1));
         check_matrix(file, &weights->embedding);
         check_matrix(file, &weights->output);
         for (uint32_t l = 0; l < weights->n_layers; l++)
-            for (WeightsPart i = 0; i < WEIGHTS_PART_X_MAX; i++) {
-                const WeightsMatrix *matrix = &weights->layers[l].parts[i];
-                const uint8_t *packed = (const uint8_t *)weights->blocks[matrix->block] + matrix->offset;
+            for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++) {
+                const WeightsMatrix *matrix = &weights->layers[l].tensors[i];
+                const uint8_t *packed = weights_matrix(weights, matrix);
 
                 if (matrix->norm)
                     assert_memory_equal(packed, matrix->tensor->data, matrix->n_cols * sizeof(float));

@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * When the device runs out: exact steps down, one at a time, until what is wanted fits.
+ *
+ *   smaller-batch      buffers for fewer rows a pass: a prompt takes more passes
+ *   smaller-staging    the cache's ring holds one tile of one block
+ *   host-home          the cache's pages live in host memory
+ *   streamed-weights   an eighth of what the weights hold of the device leaves it, and streams from then on
+ *
+ * None changes a bit of an answer: a row's result depends on that row only, a block of pages is the unit of summation, and where pages and
+ * weights live does not matter.  What was given up stays so until the model is loaded anew.
+ */
+
+#include "daemon/engine/engine-internal.h"
+#include "quant/base/log.h"
+
+#include <string.h>
+
+static const struct {
+    ModelStep step;
+    const char *word;
+} step_words[] = {
+    {MODEL_STEP_ROWS, "smaller-batch"},
+    {MODEL_STEP_STAGING, "smaller-staging"},
+    {MODEL_STEP_HOME, "host-home"},
+    {MODEL_STEP_WEIGHTS, "streamed-weights"},
+};
+
+void engine_ladder_text(unsigned steps, char *ret, size_t size)
+{
+    size_t length = 0;
+
+    ret[0] = 0;
+    for (size_t i = 0; i < N_ELEMENTS(step_words); i++)
+        if (steps & (unsigned)step_words[i].step)
+            length += (size_t)snprintf(ret + length, size - length, "%s%s", length ? " " : "", step_words[i].word);
+}
+
+static void note(Engine *engine, const ModelSlot *slot, ModelStep step)
+{
+    char words[32];
+
+    engine_ladder_text((unsigned)step, words, sizeof(words));
+    log_info("Model '%s': short of device memory: %s", slot->config.name, words);
+    engine->status_dirty = true;
+}
+
+static bool fewer_rows(Engine *engine, ModelSlot *slot)
+{
+    if (slot->max_rows <= MODELS_MIN_ROWS || model_shrink_rows(slot->model, slot->max_rows / 2, NULL) != 0)
+        return false;
+    slot->max_rows = model_options(slot->model)->max_rows;
+    slot->steps |= MODEL_STEP_ROWS;
+    note(engine, slot, MODEL_STEP_ROWS);
+    return true;
+}
+
+static bool stream_weights(Engine *engine, ModelSlot *slot)
+{
+    ModelPlan plan;
+
+    model_weights_plan(slot->model, &plan);
+    if (slot->config.weights.all_layers || model_stream_more(slot->model, (plan.weight_bytes + plan.weight_staging_bytes) / 8, NULL) != 0)
+        return false;
+    slot->steps |= MODEL_STEP_WEIGHTS;
+    note(engine, slot, MODEL_STEP_WEIGHTS);
+    return true;
+}
+
+/* The policy one step down; 0: as low as it can be. */
+static ModelStep lower_policy(KvPolicy *policy)
+{
+    if (policy->home == KV_HOME_HOST && (policy->n_slots > 1 || policy->tile_blocks != 1)) {
+        policy->n_slots = policy->tile_blocks = 1;
+        return MODEL_STEP_STAGING;
+    }
+    if (policy->home == KV_HOME_DEVICE) {
+        policy->home = KV_HOME_HOST;
+        return MODEL_STEP_HOME;
+    }
+    return 0;
+}
+
+bool ladder_for_store(Engine *engine, ModelSlot *slot, StoreSlot *store, KvPolicy *policy)
+{
+    ModelStep step;
+
+    if (fewer_rows(engine, slot))
+        return true;
+    step = lower_policy(policy);
+    if (step) {
+        store->steps |= (unsigned)step;
+        note(engine, slot, step);
+        return true;
+    }
+    return stream_weights(engine, slot);
+}
+
+/* The store anew under another policy.  Its caches go: what they held is run again, with the same result. */
+static bool remake_store(Engine *engine, ModelSlot *slot, StoreSlot *store, const KvPolicy *policy)
+{
+    int r;
+
+    sessions_drop_caches(engine, slot, store);
+    store->store = kv_store_free(store->store);
+    r = model_store_new(slot->model, policy, &store->store, NULL);
+    if (r == 0)
+        return true;
+    for (StoreSlot **s = &slot->stores; *s; s = &(*s)->next)
+        if (*s == store) {
+            *s = store->next;
+            break;
+        }
+    free(store); /* the next pass makes one, or fails for good */
+    return true;
+}
+
+static bool lower_store(Engine *engine, ModelSlot *slot, StoreSlot *store)
+{
+    KvPolicy policy = *kv_store_policy(store->store);
+    ModelStep step = policy.home == KV_HOME_DEVICE ? lower_policy(&policy) : 0;
+
+    if (!step)
+        return false;
+    policy.tile_blocks = store->policy.tile_blocks; /* kv_store_policy() has filled it in */
+    store->steps |= (unsigned)step;
+    note(engine, slot, step);
+    return remake_store(engine, slot, store, &policy);
+}
+
+bool ladder_for_pass(Engine *engine, ModelSlot *slot, StoreSlot *store)
+{
+    bool done;
+
+    mailbox_allow(engine->mailbox, now_usec() + ENGINE_LOAD_ALLOWANCE_USEC);
+    done = fewer_rows(engine, slot) || lower_store(engine, slot, store) || stream_weights(engine, slot);
+    mailbox_allow(engine->mailbox, 0);
+    return done;
+}
