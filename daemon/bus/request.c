@@ -141,6 +141,7 @@ static int bus_request_fill_prompt(BusRequest *request, EngineRequest *ret)
         return error_trace(r);
     ret->messages = request->messages.messages;
     ret->n_messages = request->messages.n;
+    ret->n_shared = request->n_shared;
     return 0;
 }
 

@@ -21,6 +21,7 @@ typedef struct BusRequest {
     char *model, *service;   /* owned; model's configured name */
     CallOptions options;
     Messages messages;
+    size_t n_shared; /* of them, the same in every request of the service */
     char *prompt;            /* text that stands alone: Ask's, Invoke's; owned */
     EnginePriority priority;
     bool has_policy;

@@ -181,8 +181,8 @@ static int bus_service_read_inputs(sd_bus_message *m, ServiceInputs *ret, sd_bus
     return r < 0 ? error_trace(r) : sd_bus_message_exit_container(m);
 }
 
-/* system and prompt become messages. */
-static int bus_service_fill(const ConfigService *config, const ServiceInputs *inputs, Messages *ret, sd_bus_error *error)
+/* system and prompt become messages; the first is the same in every request. */
+static int bus_service_fill(const ConfigService *config, const ServiceInputs *inputs, Messages *ret, size_t *ret_n_shared, sd_bus_error *error)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
     _cleanup_(freep) char *prompt = NULL;
@@ -192,8 +192,11 @@ static int bus_service_fill(const ConfigService *config, const ServiceInputs *in
         return error_trace(r);
     if (r != 0)
         return bus_error_invalid(error, "%s", detail.text[0] ? detail.text : "the inputs do not fit the service");
-    if (config->system && config->system[0] && (r = messages_add(ret, "system", config->system)) < 0)
-        return error_trace(r);
+    if (config->system && config->system[0]) {
+        if ((r = messages_add(ret, "system", config->system)) < 0)
+            return error_trace(r);
+        *ret_n_shared = 1;
+    }
     return messages_add(ret, "user", prompt);
 }
 
@@ -213,7 +216,7 @@ static int bus_service_invoke(sd_bus_message *m, void *userdata, sd_bus_error *e
     if ((r = bus_request_new(service->bus, m, BUS_JOB_INVOKE, model, &request, error)) < 0 ||
         (r = bus_service_read_inputs(m, &inputs, error)) < 0 ||
         (r = call_options_read(m, CALL_OPTIONS_RUN | CALL_OPTION_BIT(CALL_OPTION_CACHE), &request->options, error)) < 0 ||
-        (r = bus_service_fill(config, &inputs, &request->messages, error)) < 0 ||
+        (r = bus_service_fill(config, &inputs, &request->messages, &request->n_shared, error)) < 0 ||
         (r = bus_policy(service->bus, model, &config->cache, &request->options.cache, &request->policy, error)) < 0)
         return error_trace(r);
     request->has_policy = true;

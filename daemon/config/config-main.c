@@ -230,6 +230,11 @@ static int read_model_parallel(ConfigReader *reader, const YamlNode *node, void 
     return read_u32(reader, node, 1, 64, &((ConfigModel *)target)->parallel);
 }
 
+static int read_model_prefixes(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    return read_u32(reader, node, 0, 1024, &((ConfigModel *)target)->prefixes);
+}
+
 static int read_model_keep_alive(ConfigReader *reader, const YamlNode *node, void *target)
 {
     return read_duration(reader, node, &((ConfigModel *)target)->keep_alive_usec);
@@ -358,7 +363,8 @@ static int config_model_get(Config *config, const char *name, ConfigModel **ret)
     if (!grown)
         return error_origin(-ENOMEM);
     config->models = grown;
-    grown[config->n_models] = (ConfigModel){.parallel = 4, .weights = {.n_slots = 2}, .sampling = CONFIG_SAMPLING_DEFAULT};
+    grown[config->n_models] =
+        (ConfigModel){.parallel = 4, .prefixes = 16, .weights = {.n_slots = 2}, .sampling = CONFIG_SAMPLING_DEFAULT};
     grown[config->n_models].name = strdup(name);
     if (!grown[config->n_models].name)
         return error_origin(-ENOMEM);
@@ -373,6 +379,7 @@ static int read_model(ConfigReader *reader, const YamlNode *name, const YamlNode
         {"parallel", read_model_parallel}, {"keep-alive", read_model_keep_alive}, {"preload", read_model_preload},
         {"compute", read_model_compute},   {"cache", read_model_cache},           {"parameters", read_model_parameters},
         {"template", read_model_template}, {"layers", read_model_layers},         {"weights", read_model_weights},
+        {"prefixes", read_model_prefixes},
     };
     ConfigModel *model;
     int r = config_model_get(target, name->text, &model);

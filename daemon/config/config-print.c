@@ -130,8 +130,8 @@ static void print_model(FILE *file, const ConfigModel *model)
         (void)fputs(i ? ", " : "", file);
         print_text(file, model->aliases[i]);
     }
-    (void)fprintf(file, "]\n    context: %" PRIu32 "\n    compute: %s\n    parallel: %" PRIu32 "\n    preload: %s\n", model->context,
-                  model->exact ? "exact" : "fast", model->parallel, model->preload ? "true" : "false");
+    (void)fprintf(file, "]\n    context: %" PRIu32 "\n    compute: %s\n    parallel: %" PRIu32 "\n    prefixes: %" PRIu32 "\n    preload: %s\n",
+                  model->context, model->exact ? "exact" : "fast", model->parallel, model->prefixes, model->preload ? "true" : "false");
     print_duration(file, "    ", "keep-alive", model->keep_alive_usec);
     print_key(file, "    ", "template", model->template_file);
     print_weights(file, &model->weights);

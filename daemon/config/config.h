@@ -41,7 +41,7 @@ typedef struct ConfigModel {
     char **aliases;
     size_t n_aliases;
     bool has_exact, exact, preload;
-    uint32_t context, parallel;
+    uint32_t context, parallel, prefixes;
     uint64_t keep_alive_usec;
     ModelWeights weights; /* without a budget: that is the planner's */
     ConfigCache cache;

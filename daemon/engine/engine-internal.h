@@ -105,7 +105,7 @@ void sessions_close_owner(Engine *engine, uint64_t owner);
 void sessions_close_slot(Engine *engine, const ModelSlot *slot);
 /* Forgets every cache of a store, or of all stores of a slot. */
 void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot *store);
-/* Takes the cache of whoever needs it least: an idle session, then a job of a lower class than @claimant that is not in @pass_serial's
+/* Takes the cache of whoever needs it least: an idle session or a kept prefix, whichever was used longest ago, then a job of a lower class than @claimant that is not in @pass_serial's
  * pass.  Of @store only, unless NULL.  False: nobody. */
 bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant);
 /* Gives the session of @job a cache when it has none. */
@@ -118,6 +118,8 @@ EngineResult generate_start(Engine *engine, Job *job, ErrorDetail *reterr);
 void generate_step(Engine *engine, Job *job, float *logits);
 /* Fills the usage at the end and leaves the session in order. */
 void generate_end(Engine *engine, Job *job);
+/* Whether somebody may go on from the past of @job when it has ended. */
+bool generate_leaves_past(const Job *job);
 /* Ends the measuring of copies that pass.c began for @job, if it did. */
 void generate_measure_stop(Engine *engine, Job *job);
 /* Ids of a prompt: messages through the template, or raw text. */

@@ -76,6 +76,7 @@ typedef struct EngineModel {
     KvPolicy policy;
     ModelWeights weights; /* how they come to the device when not all fit; its budget is the planner's */
     uint32_t parallel;    /* sessions with state on the device at once */
+    uint32_t n_prefixes;  /* pasts kept for those who begin alike, per policy; 0: none */
     uint64_t keep_alive_usec; /* idle time before unloading; UINT64_MAX: never */
     bool preload;
     EngineSampling sampling;
@@ -167,6 +168,7 @@ typedef struct EngineRequest {
     EnginePriority priority;
     const EngineMessage *messages;
     size_t n_messages;
+    size_t n_shared;         /* leading messages that come again in other requests and hold no secret: run once, kept for everyone */
     const char *raw;         /* no template applied */
     const int32_t *ids;
     size_t n_ids;

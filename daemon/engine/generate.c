@@ -58,6 +58,28 @@ EngineResult generate_encode(const ModelSlot *slot, const ChatMessage *messages,
     return result_from_errno(error_fold(r));
 }
 
+/* How many of @list's ids follow from the shared messages alone: those that stay when the others say something else.  A template that
+ * has nothing to say to that shares nothing. */
+static uint32_t shared_tokens(const Job *job, const TokenList *list)
+{
+    _cleanup_(token_list_clearp) TokenList other = TOKEN_LIST_NULL;
+    _cleanup_(freep) ChatMessage *messages = NULL;
+    uint32_t shared = 0;
+
+    if (job->n_shared == 0 || job->slot->config.n_prefixes == 0)
+        return 0;
+    messages = calloc(job->n_messages, sizeof(*messages));
+    if (!messages)
+        return 0;
+    for (size_t i = 0; i < job->n_messages; i++)
+        messages[i] = (ChatMessage){job->messages[i].role, i < job->n_shared ? job->messages[i].content : "\x02"};
+    if (encode_messages(job->slot, messages, job->n_messages, &other, NULL) != ENGINE_RESULT_DONE)
+        return 0;
+    while (shared < list->n && shared < other.n && list->ids[shared] == other.ids[shared])
+        shared++;
+    return shared < PREFIXES_MIN_TOKENS || shared == list->n ? 0 : shared;
+}
+
 static EngineResult check_ids(const Job *job, uint32_t n_vocab, ErrorDetail *reterr)
 {
     for (size_t i = 0; i < job->n_ids; i++)
@@ -152,19 +174,24 @@ static void describe(const Engine *engine, Job *job)
 /* The session's cache with as much of the past as agrees with @ids. */
 static EngineResult reuse(Engine *engine, Job *job, const TokenList *ids, ErrorDetail *reterr)
 {
+    size_t common = session_common_prefix(job->session, ids->ids, ids->n);
     EngineResult result;
-    size_t common;
     int r;
 
+    /* A cold one may begin where somebody else was. */
+    if (!job->session->cache && (r = session_rebase(job->session, ids->ids, ids->n, reterr)))
+        return result_from_kv(r);
     result = sessions_warm(engine, job, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;
-    common = session_common_prefix(job->session, ids->ids, ids->n);
     r = session_rebase(job->session, ids->ids, ids->n, reterr);
     if (r)
         return result_from_kv(r);
+    common = MIN(common, ids->n - 1);
+    if (session_cached(job->session) < common)
+        job->fork_tokens = MAX(job->fork_tokens, (uint32_t)common);
     job->usage.reused_tokens = session_cached(job->session);
-    log_debug("Job %llu: %u of %zu prompt tokens reused, the first %zu are the same", (unsigned long long)job->id,
+    log_debug("Job %llu: %u of %zu prompt tokens reused, the first %zu are those of the session", (unsigned long long)job->id,
               job->usage.reused_tokens, ids->n, common);
     return ENGINE_RESULT_DONE;
 }
@@ -189,6 +216,7 @@ EngineResult generate_start(Engine *engine, Job *job, ErrorDetail *reterr)
             return ENGINE_RESULT_OUT_OF_MEMORY;
         job->session->job = job;
     }
+    job->shared_tokens = shared_tokens(job, &ids);
     result = reuse(engine, job, &ids, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;
@@ -277,6 +305,11 @@ void generate_step(Engine *engine, Job *job, float *logits)
     }
 }
 
+bool generate_leaves_past(const Job *job)
+{
+    return job->kind == JOB_GENERATE && (job->session->id || job->slot->config.n_prefixes > 0);
+}
+
 /* ---- end ------------------------------------------------------------------------------------------------------------------- */
 
 static double rate(uint64_t n, uint64_t usec)
@@ -337,7 +370,11 @@ void generate_end(Engine *engine, Job *job)
             u->decode_rate = rate(u->output_tokens - 1, u->decode_usec);
     }
     session_trim(job->session);
+    if (!generate_leaves_past(job) || !job->session->cache || !engine->gpu || gpu_is_lost(engine->gpu))
+        return;
     /* A place to come back to for the next turn; without it that turn runs a little more, so a failure changes nothing else. */
-    if (job->session->id && job->session->cache && engine->gpu && !gpu_is_lost(engine->gpu))
-        (void)kv_cache_checkpoint(job->session->cache);
+    (void)kv_cache_checkpoint(job->session->cache);
+    if (!job->session->id)
+        prefixes_keep(&job->session->store->prefixes, job->owner, job->session->ids.ids, job->session->cache,
+                      job->slot->config.n_prefixes);
 }

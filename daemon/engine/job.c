@@ -71,6 +71,7 @@ int job_new_generate(const EngineRequest *request, uint64_t id, Job **ret)
         if (r < 0)
             return r;
         job->n_messages = request->n_messages;
+        job->n_shared = MIN(request->n_shared, request->n_messages);
     }
     if (request->raw) {
         job->raw = strdup(request->raw);

@@ -32,7 +32,7 @@ struct Job {
     bool has_policy, want_ids;
     KvPolicy policy;
     ChatMessage *messages;
-    size_t n_messages;
+    size_t n_messages, n_shared;
     char *raw;
     int32_t *ids;
     size_t n_ids;
@@ -49,7 +49,9 @@ struct Job {
     TextStream *stream;
     Evaluation *evaluation;
     uint32_t context, n_output, queue_position;
-    uint64_t last_served, checkpoint_tokens;
+    uint32_t shared_tokens; /* of the prompt, by the shared messages; 0: nothing is kept for everyone */
+    uint32_t fork_tokens;   /* where the prompt leaves what came before it: a place that others may come back to; 0: nowhere */
+    uint64_t last_served;
     double progress;
 
     /* times */

@@ -253,8 +253,7 @@ bool models_make_room(Engine *engine, const ModelSlot *except)
         store = *found;
         sessions_drop_caches(engine, slot, store);
         *found = store->next;
-        kv_store_free(store->store);
-        free(store);
+        store_slot_free(store);
         return true;
     }
     for (slot = engine->slots; slot; slot = slot->next)

@@ -11,6 +11,7 @@
  */
 
 #include "daemon/engine/engine.h"
+#include "daemon/engine/prefixes.h"
 #include "daemon/text/chat-template.h"
 
 typedef struct Command Command;
@@ -38,6 +39,7 @@ struct StoreSlot {
     KvPolicy policy; /* as asked for; the store's own is what fitted */
     KvStore *store;
     unsigned steps;  /* ModelStep: what it took to make it fit */
+    Prefixes prefixes;
     uint32_t group;  /* of the scheduler */
     uint64_t last_used_usec;
 };
@@ -108,6 +110,8 @@ void slot_want_file(Engine *engine, ModelSlot *slot, Query *query);
 void models_file_opened(Engine *engine, Command *command);
 void slot_unload(Engine *engine, ModelSlot *slot);
 
+/* With its prefixes; no session has a cache of it.  Returns NULL. */
+StoreSlot *store_slot_free(StoreSlot *store);
 /* The store for a policy, or NULL. */
 StoreSlot *slot_find_store(ModelSlot *slot, const KvPolicy *policy);
 /* The same, made when there is none; @make_room: at the cost of what is idle. */

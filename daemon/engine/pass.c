@@ -108,6 +108,10 @@ static void add_item(Pass *pass, Job *job, uint32_t n_rows)
 {
     uint32_t cached = session_cached(job->session), to_border = PASS_CHECKPOINT_TOKENS - cached % PASS_CHECKPOINT_TOKENS;
 
+    if (cached < job->shared_tokens)
+        to_border = MIN(to_border, job->shared_tokens - cached);
+    if (cached < job->fork_tokens)
+        to_border = MIN(to_border, job->fork_tokens - cached);
     n_rows = MIN(n_rows, to_border);
     pass->items[pass->n] = (ModelItem){
         .cache = job->session->cache,
@@ -240,11 +244,11 @@ static void take(Engine *engine, Job *job, uint32_t n_rows, float *logits)
         return;
     }
     if (job->n_output == 0) {
-        bool whole = rows_left(job) == 0;
-
-        /* A session of its own ends with its job: nothing will come back to it. */
-        if (job->session->id && (whole || cached % PASS_CHECKPOINT_TOKENS == 0))
+        /* Without a checkpoint less can be reused one day; nothing else. */
+        if (generate_leaves_past(job) && (rows_left(job) == 0 || cached == job->fork_tokens || cached % PASS_CHECKPOINT_TOKENS == 0))
             (void)kv_cache_checkpoint(job->session->cache);
+        if (cached == job->shared_tokens)
+            prefixes_keep(&job->session->store->prefixes, 0, job->session->ids.ids, job->session->cache, job->slot->config.n_prefixes);
         job_set_progress(job, engine->mailbox,
                          job->usage.prompt_tokens > reused && cached > reused
                              ? (double)(cached - reused) / (double)(job->usage.prompt_tokens - reused)

@@ -50,6 +50,9 @@ void sessions_close(Engine *engine, Session *session)
 
 void sessions_close_owner(Engine *engine, uint64_t owner)
 {
+    for (ModelSlot *slot = engine->slots; slot; slot = slot->next)
+        for (StoreSlot *store = slot->stores; store; store = store->next)
+            prefixes_drop_owner(&store->prefixes, owner);
     for (Session *s = engine->sessions, *next; s; s = next) {
         next = s->next;
         if (s->owner == owner)
@@ -68,12 +71,29 @@ void sessions_close_slot(Engine *engine, const ModelSlot *slot)
 
 void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot *store)
 {
+    for (StoreSlot *s = slot->stores; s; s = s->next)
+        if (!store || s == store)
+            prefixes_clear(&s->prefixes);
     for (Session *s = engine->sessions; s; s = s->next)
         if (s->slot == slot && s->cache && (!store || s->store == store))
             session_drop_cache(s);
     for (Job *job = engine->jobs; job; job = job->next)
         if (job->session && job->session->slot == slot && job->session->cache && (!store || job->session->store == store))
             session_drop_cache(job->session);
+}
+
+/* The prefix that was used longest ago, when that was before @before_usec. */
+static bool drop_oldest_prefix(Engine *engine, const StoreSlot *store, uint64_t before_usec)
+{
+    Prefixes *oldest = NULL;
+
+    for (ModelSlot *slot = engine->slots; slot; slot = slot->next)
+        for (StoreSlot *s = slot->stores; s; s = s->next)
+            if ((!store || s == store) && prefixes_oldest_usec(&s->prefixes) < before_usec) {
+                oldest = &s->prefixes;
+                before_usec = prefixes_oldest_usec(oldest);
+            }
+    return oldest && prefixes_drop_oldest(oldest);
 }
 
 bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant)
@@ -84,6 +104,8 @@ bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claim
     for (Session *s = engine->sessions; s; s = s->next)
         if (s->cache && !s->job && (!store || s->store == store) && (!idle || s->last_used_usec < idle->last_used_usec))
             idle = s;
+    if (drop_oldest_prefix(engine, store, idle ? idle->last_used_usec : UINT64_MAX))
+        return true;
     if (idle) {
         session_drop_cache(idle);
         return true;
@@ -104,6 +126,7 @@ EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)
     Session *session = job->session;
     StoreSlot *store;
     EngineResult result;
+    size_t common;
     int r;
 
     if (session->cache)
@@ -111,6 +134,12 @@ EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)
     result = slot_store(engine, session->slot, &session->policy, true, &store, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;
+    common = prefixes_fork(&store->prefixes, job->owner, session->ids.ids, session->ids.n, &session->cache);
+    job->fork_tokens = MAX(job->fork_tokens, common >= PREFIXES_MIN_TOKENS ? (uint32_t)common : 0);
+    if (session->cache) {
+        session->store = store;
+        return ENGINE_RESULT_DONE;
+    }
     do
         r = kv_cache_new(store->store, &session->cache, reterr);
     while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, job));

@@ -326,8 +326,7 @@ void slot_unload(Engine *engine, ModelSlot *slot)
     sessions_drop_caches(engine, slot, NULL);
     for (StoreSlot *store = slot->stores, *next; store; store = next) {
         next = store->next;
-        kv_store_free(store->store);
-        free(store);
+        store_slot_free(store);
     }
     slot->stores = NULL;
     slot->model = model_free(slot->model);
@@ -343,6 +342,14 @@ void slot_unload(Engine *engine, ModelSlot *slot)
 }
 
 /* ---- stores ---------------------------------------------------------------------------------------------------------------- */
+
+StoreSlot *store_slot_free(StoreSlot *store)
+{
+    prefixes_clear(&store->prefixes);
+    kv_store_free(store->store);
+    free(store);
+    return NULL;
+}
 
 StoreSlot *slot_find_store(ModelSlot *slot, const KvPolicy *policy)
 {

@@ -30,7 +30,7 @@ static EngineModel tiny(const char *name, const char *path, KvStrategy strategy,
 static Talk *start(const EngineModel *models, size_t n)
 {
     EngineOptions options = {
-        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = models, .n_models = n, .watchdog_usec = 60000000};
+        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = models, .n_models = n, .watchdog_usec = 600000000};
 
     return talk_new(&options);
 }
@@ -97,6 +97,37 @@ static void greedy_ids_are_the_oracles_under_every_exact_policy(void **state)
     }
     print_message("%u ids\n", n_compared);
     talk_free(talk);
+}
+
+/* A long document with another question behind it: the second answer begins where the first prompt's kept past agrees. */
+static void a_kept_beginning_says_what_a_cold_start_says(void **state)
+{
+    const KvStrategy strategies[] = {KV_STRATEGY_OFFLOADED_QUANTIZED, KV_STRATEGY_OFFLOADED, KV_STRATEGY_QUANTIZED, KV_STRATEGY_STATIC};
+    int32_t ids[950];
+
+    (void)state;
+    for (size_t s = 0; s < N_ELEMENTS(strategies); s++) {
+        EngineModel models[] = {tiny("kept", tied, strategies[s], false), tiny("cold", tied, strategies[s], false)};
+        Talk *talk;
+
+        models[0].n_prefixes = 4;
+        talk = start(models, 2);
+        for (size_t i = 0; i < N_ELEMENTS(ids); i++)
+            ids[i] = (int32_t)(i * 7919 % 251);
+        continue_ids(talk, "kept", 0, ids, 900, 20);
+        for (int32_t question = 1; question <= 3; question++) {
+            Seen *cold, *kept;
+
+            ids[777] = 251 + question;
+            cold = continue_ids(talk, "cold", 0, ids, 950, 20);
+            kept = continue_ids(talk, "kept", 0, ids, 950, 20);
+            /* A packed past has no place to come back to there until the first that left there has made one. */
+            assert_int_equal(kept->usage.reused_tokens, question == 1 && models[0].policy.form.kind == KV_FORM_LEAT ? 0 : 777);
+            assert_int_equal(cold->usage.reused_tokens, 0);
+            assert_same_ids(kept, cold);
+        }
+        talk_free(talk);
+    }
 }
 
 /* Turns of a conversation in one session against each as the first of a new one, in the default (packed) cache. */
@@ -314,6 +345,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(greedy_ids_are_the_oracles_under_every_exact_policy),
         cmocka_unit_test(warm_says_what_cold_says),
+        cmocka_unit_test(a_kept_beginning_says_what_a_cold_start_says),
         cmocka_unit_test(together_they_say_what_each_says_alone),
         cmocka_unit_test(a_cancelled_cropped_and_cloned_session_says_what_a_new_one_says),
         cmocka_unit_test(a_session_outlives_its_model),

@@ -17,7 +17,7 @@ static Talk *start(KvStrategy strategy, bool exact, KvTransfer transfer)
                          .policy = kv_policy_preset(strategy, exact),
                          .parallel = 4,
                          .keep_alive_usec = UINT64_MAX};
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 60000000};
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 600000000};
 
     model.policy.transfer = transfer;
     return talk_new(&options);

@@ -16,7 +16,7 @@
 #include <string.h>
 #include <cmocka.h>
 
-#define TIMEOUT_USEC 120000000
+#define TIMEOUT_USEC 600000000
 
 static const uint32_t all_types[] = {0, 1, 30, 2, 3, 6, 7, 8, 12, 13, 14};
 static const OpsOptions options = {false, 16, 512};

@@ -23,7 +23,7 @@
 #include <cmocka.h>
 
 #define TOLERANCE    1e-4
-#define TIMEOUT_USEC 120000000
+#define TIMEOUT_USEC 600000000
 #define MAX_ROWS     70
 #define MAX_COLUMNS  768
 #define NORM_EPS     1e-5f

@@ -16,7 +16,7 @@
 
 #include <cmocka.h>
 
-#define TIMEOUT_USEC UINT64_C(120000000)
+#define TIMEOUT_USEC UINT64_C(600000000)
 #define SIZE_MAX_ODD 69
 #define STRIDE       75
 #define OFFSET       13

@@ -12,7 +12,7 @@
 
 #include <cmocka.h>
 
-#define TIMEOUT_USEC UINT64_C(60000000)
+#define TIMEOUT_USEC UINT64_C(600000000)
 
 static int setup(void **state)
 {

@@ -15,7 +15,7 @@
 
 #include <cmocka.h>
 
-#define TIMEOUT_USEC UINT64_C(60000000)
+#define TIMEOUT_USEC UINT64_C(600000000)
 
 #if defined(__SANITIZE_ADDRESS__)
 /* After a hang the driver's objects are abandoned on purpose. */

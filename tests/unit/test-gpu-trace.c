@@ -13,7 +13,7 @@
 
 #include <cmocka.h>
 
-#define TIMEOUT_USEC UINT64_C(60000000)
+#define TIMEOUT_USEC UINT64_C(600000000)
 
 typedef struct Fixture {
     Gpu *gpu;
