@@ -97,6 +97,7 @@ static int place_shared(KvSizes *sizes, const KvLayer *layer, uint32_t l, ErrorD
         return error_detail_set(reterr, -EINVAL, "cache: layer %u shares with layer %u, which keeps nothing before it", l,
                                 layer->source);
     sizes->layers[l] = sizes->layers[layer->source];
+    sizes->layers[l].last = true;
     for (uint32_t i = layer->source; i < l; i++)
         if (sizes->layers[i].owner == layer->source)
             sizes->layers[i].last = false;

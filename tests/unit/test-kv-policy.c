@@ -163,6 +163,23 @@ static void plan_refuses_nonsense_by_name(void **state)
     assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, &detail), -EINVAL);
 }
 
+/* Its new tokens are committed there, so it must be exactly one. */
+static void of_layers_that_share_one_past_the_last_is_marked(void **state)
+{
+    static const KvLayer layers[] = {{.kind = KV_LAYER_FULL}, {.kind = KV_LAYER_SHARED}, {.kind = KV_LAYER_SHARED}, {.kind = KV_LAYER_FULL}};
+    KvPolicy policy = preset(KV_STRATEGY_DYNAMIC);
+    KvModel model = smollm;
+    KvSizes sizes;
+
+    (void)state;
+    model.layers = layers;
+    model.n_layers = N_ELEMENTS(layers);
+    assert_int_equal(kv_sizes_compute(&small_gpu, &model, &policy, &sizes, NULL), 0);
+    for (uint32_t l = 0; l < N_ELEMENTS(layers); l++)
+        assert_int_equal(sizes.layers[l].last, l >= 2);
+    kv_sizes_deinit(&sizes);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -173,6 +190,7 @@ int main(void)
         cmocka_unit_test(plan_names_the_numbers_when_nothing_fits),
         cmocka_unit_test(plan_of_a_static_device_cache_counts_its_pages),
         cmocka_unit_test(plan_refuses_nonsense_by_name),
+        cmocka_unit_test(of_layers_that_share_one_past_the_last_is_marked),
     };
 
     cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
