@@ -75,9 +75,10 @@ static void print_sampling(FILE *file, const char *indent, const EngineSampling 
 {
     (void)fprintf(file,
                   "%sparameters: {temperature: %g, top-k: %" PRIu32 ", top-p: %g, min-p: %g, repeat-penalty: %g, max-tokens: %" PRIu32
-                  ", seed: %" PRIu64 ", stop: [",
+                  ", seed: %" PRIu64 ", min-tokens: %" PRIu32 ", no-repeat-ngram: %" PRIu32 ", stop: [",
                   indent, (double)sampling->temperature, sampling->top_k, (double)sampling->top_p, (double)sampling->min_p,
-                  (double)sampling->repeat_penalty, sampling->max_tokens, sampling->seed);
+                  (double)sampling->repeat_penalty, sampling->max_tokens, sampling->seed,
+                  sampling->min_tokens, sampling->no_repeat_ngram);
     for (size_t i = 0; i < sampling->n_stop; i++) {
         (void)fputs(i ? ", " : "", file);
         print_text(file, sampling->stop[i]);

@@ -60,11 +60,13 @@ typedef enum ConfigSamplingKey {
     CONFIG_SAMPLING_MIN_P,
     CONFIG_SAMPLING_REPEAT_PENALTY,
     CONFIG_SAMPLING_SEED,
+    CONFIG_SAMPLING_MIN_TOKENS,
+    CONFIG_SAMPLING_NO_REPEAT_NGRAM,
     CONFIG_SAMPLING_STOP,
     CONFIG_SAMPLING_X_MAX,
 } ConfigSamplingKey;
 #define CONFIG_SAMPLING_DEFAULT                                                                                              \
-    ((EngineSampling){.temperature = 0.7f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f, .repeat_penalty = 1.0f})
+    ((EngineSampling){.temperature = 0.7f, .top_k = 40, .top_p = 0.95f, .min_p = 0.05f, .repeat_penalty = 1.0f, .length_penalty = 1})
 
 void config_model_clear(ConfigModel *model);
 void config_service_clear(ConfigService *service);

@@ -26,7 +26,7 @@ static int sampling_set_u32(const char *text, uint32_t *ret, ErrorDetail *reterr
 }
 
 static const char *const sampling_names[CONFIG_SAMPLING_X_MAX] = {
-    "max-tokens", "temperature", "top-k", "top-p", "min-p", "repeat-penalty", "seed", "stop",
+    "max-tokens", "temperature", "top-k", "top-p", "min-p", "repeat-penalty", "seed", "min-tokens", "no-repeat-ngram", "stop",
 };
 
 static int sampling_set_key(EngineSampling *sampling, ConfigSamplingKey key, const char *value, ErrorDetail *reterr)
@@ -46,6 +46,10 @@ static int sampling_set_key(EngineSampling *sampling, ConfigSamplingKey key, con
         return sampling_set_float(value, 0.01, 100, &sampling->repeat_penalty, reterr);
     case CONFIG_SAMPLING_SEED:
         return config_value_u64(value, 0, UINT64_MAX, &sampling->seed, reterr);
+    case CONFIG_SAMPLING_MIN_TOKENS:
+        return sampling_set_u32(value, &sampling->min_tokens, reterr);
+    case CONFIG_SAMPLING_NO_REPEAT_NGRAM:
+        return sampling_set_u32(value, &sampling->no_repeat_ngram, reterr);
     case CONFIG_SAMPLING_STOP:
     case CONFIG_SAMPLING_X_MAX:
         break;
@@ -135,6 +139,8 @@ void config_service_sampling(const Config *config, const ConfigService *service,
     OVERLAY(MIN_P, min_p)
     OVERLAY(REPEAT_PENALTY, repeat_penalty)
     OVERLAY(SEED, seed)
+    OVERLAY(MIN_TOKENS, min_tokens)
+    OVERLAY(NO_REPEAT_NGRAM, no_repeat_ngram)
     OVERLAY(STOP, stop)
     OVERLAY(STOP, n_stop)
 #undef OVERLAY

@@ -8,6 +8,7 @@
  *   the rest     is written before the thread starts, or belongs to the engine thread alone.
  */
 
+#include "daemon/engine/batch.h"
 #include "daemon/engine/job.h"
 #include "daemon/engine/loader.h"
 #include "daemon/engine/mailbox.h"
@@ -108,6 +109,8 @@ void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot
 /* Takes the cache of whoever needs it least: an idle session or a kept prefix, whichever was used longest ago, then a job of a lower class than @claimant that is not in @pass_serial's
  * pass.  Of @store only, unless NULL.  False: nobody. */
 bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant);
+/* Whether another active job of the same model holds caches: then waiting may help. */
+bool sessions_others_hold_memory(const Engine *engine, const Job *job);
 /* Gives the session of @job a cache when it has none. */
 EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr);
 
@@ -125,6 +128,18 @@ void generate_measure_stop(Engine *engine, Job *job);
 /* Ids of a prompt: messages through the template, or raw text. */
 EngineResult generate_encode(const ModelSlot *slot, const ChatMessage *messages, size_t n_messages, const char *raw, TokenList *list,
                              ErrorDetail *reterr);
+
+/* Ids of one prompt of @job, checked against its context. */
+EngineResult generate_prompt_ids(Job *job, const ChatMessage *messages, size_t n_messages, const char *raw, TokenList *list, ErrorDetail *reterr);
+/* Seed, end tokens and bad words in effect. */
+EngineResult generate_constraints(Job *job, ErrorDetail *reterr);
+/* The job runs from now on, in caches of @store. */
+void generate_begin(Engine *engine, Job *job, const StoreSlot *store, uint32_t n_prompt_tokens);
+
+/* ---- batch-run.c: generate_start() and pass_run() of a job with several sequences */
+EngineResult batch_start(Engine *engine, Job *job, ErrorDetail *reterr);
+/* One pass, and the choices that it completes; the job may end in it. */
+void batch_run(Engine *engine, Job *job);
 
 /* ---- pass.c */
 /* One pass of the scheduler's choice; false when nobody can run. */

@@ -13,6 +13,7 @@
  */
 
 #include "cache/kv-store.h"
+#include "daemon/engine/beam.h"
 #include "daemon/model/model.h"
 
 typedef struct Engine Engine;
@@ -54,6 +55,20 @@ typedef enum EngineJobState {
 } EngineJobState;
 const char *engine_job_state_to_string(EngineJobState state);
 
+/* Sequences that one prompt may have at most. */
+#define ENGINE_MAX_BEAMS     40
+#define ENGINE_MAX_RETURN    20
+/* Prompts of one call. */
+#define ENGINE_MAX_PROMPTS   64
+
+/* Whether tokens are drawn, or the best one is taken. */
+typedef enum EngineDraw {
+    ENGINE_DRAW_AUTO, /* drawn when the temperature is above 0 and there are no beams */
+    ENGINE_DRAW_NO,
+    ENGINE_DRAW_YES,
+    ENGINE_DRAW_X_MAX,
+} EngineDraw;
+
 /* Sampling and limits of one generation; the defaults of ENGINE_SAMPLING_DEFAULT unless model or service parameters say otherwise. */
 typedef struct EngineSampling {
     uint32_t max_tokens;   /* 0: until the context is full */
@@ -66,7 +81,20 @@ typedef struct EngineSampling {
     bool ignore_eos;
     const char **stop;     /* n_stop strings */
     size_t n_stop;
+    uint32_t min_tokens;   /* end tokens are forbidden before so many; 0: off */
+    uint32_t no_repeat_ngram; /* no run of so many tokens occurs twice; 0: off */
+    const char **bad_words; /* n_bad_words texts whose tokens may not be said in a row */
+    size_t n_bad_words;
+    EngineDraw draw;
+    uint32_t num_beams, num_return_sequences; /* 0 is 1 */
+    BeamEarly early_stopping; /* this and the next: of beams only */
+    double length_penalty;
 } EngineSampling;
+
+static inline bool engine_sampling_draws(const EngineSampling *s)
+{
+    return s->draw == ENGINE_DRAW_YES || (s->draw == ENGINE_DRAW_AUTO && s->num_beams <= 1 && s->temperature > 0);
+}
 
 /* A model as configured. */
 typedef struct EngineModel {
@@ -105,6 +133,17 @@ int engine_reconfigure(Engine *engine, const EngineModel *models, size_t n_model
 
 /* The steps (ModelStep) as words with a space between: "smaller-batch smaller-staging host-home streamed-weights"; empty: none. */
 void engine_ladder_text(unsigned steps, char *ret, size_t size);
+
+/* One finished sequence of a generation that has several. */
+typedef struct EngineSequence {
+    uint32_t prompt;       /* which of the prompts */
+    float score;           /* of beams: the sum of log-probabilities by length^length_penalty; else 0 */
+    char *text;            /* owned, UTF-8 */
+    size_t text_length;
+    int32_t *ids;          /* owned; end token left out; NULL unless asked for */
+    uint32_t n_tokens;     /* end token left out */
+    char stop_reason[24];  /* as in EngineUsage */
+} EngineSequence;
 
 /* What a generation did, for Finished, Ask and the U frame. */
 typedef struct EngineUsage {
@@ -145,6 +184,8 @@ struct EngineEvent {
     EngineResult result;
     ErrorDetail detail;
     EngineUsage usage;      /* FINISHED: complete; earlier events of a job: the token counts so far */
+    EngineSequence *sequences; /* owned; FINISHED of a job with several: by prompt, the best first */
+    size_t n_sequences;
     char model[128];
     char *json;             /* owned: REPLY payloads that are key-value facts (status, plan, bytes) */
 };
@@ -159,7 +200,9 @@ typedef struct EngineMessage {
     const char *role, *content;
 } EngineMessage;
 
-/* One generation.  Exactly one of messages, raw text, ids. */
+/* One generation.  Exactly one of messages, raw text, ids, prompts.  With beams, several sequences or several prompts there are no TEXT and
+ * TOKENS events: FINISHED has all sequences.  Each prompt gives what it would give alone.  Sequence i of a prompt that is drawn several times
+ * is what a call with seed + i draws. */
 typedef struct EngineRequest {
     uint64_t owner;
     uint64_t session;        /* 0: a session of its own that ends with the job */
@@ -172,6 +215,9 @@ typedef struct EngineRequest {
     const char *raw;         /* no template applied */
     const int32_t *ids;
     size_t n_ids;
+    const char *const *prompts; /* n_prompts user messages, each a conversation of its own; with prompts_raw: raw texts */
+    size_t n_prompts;
+    bool prompts_raw;
     EngineSampling sampling; /* complete (engine_model_sampling() merged with options by the bus) */
     uint64_t deadline_usec;  /* CLOCK_MONOTONIC; 0: none */
     bool want_ids;           /* ENGINE_EVENT_TOKENS as well */

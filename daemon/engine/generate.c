@@ -90,17 +90,18 @@ static EngineResult check_ids(const Job *job, uint32_t n_vocab, ErrorDetail *ret
     return ENGINE_RESULT_DONE;
 }
 
-static EngineResult job_ids(Job *job, TokenList *list, ErrorDetail *reterr)
+EngineResult generate_prompt_ids(Job *job, const ChatMessage *messages, size_t n_messages, const char *raw, TokenList *list,
+                                 ErrorDetail *reterr)
 {
     const ModelParams *params = model_file_params(slot_file(job->slot));
     EngineResult result;
 
-    if (job->ids) {
+    if (!messages && !raw) {
         result = check_ids(job, params->n_vocab, reterr);
         if (result == ENGINE_RESULT_DONE)
             result = result_from_errno(token_list_append(list, job->ids, job->n_ids));
     } else {
-        result = generate_encode(job->slot, job->messages, job->n_messages, job->raw, list, reterr);
+        result = generate_encode(job->slot, messages, n_messages, raw, list, reterr);
     }
     if (result != ENGINE_RESULT_DONE)
         return result;
@@ -126,13 +127,66 @@ static uint64_t system_seed(void)
     return seed;
 }
 
-static EngineResult make_sampling(Job *job, ErrorDetail *reterr)
+static int find_end_tokens(Job *job, const Tokenizer *tokenizer)
+{
+    uint32_t n_vocab = tokenizer_n_vocab(tokenizer), n = 0;
+
+    if (job->sampling.ignore_eos)
+        return 0;
+    for (uint32_t id = 0; id < n_vocab; id++)
+        n += tokenizer_is_eog(tokenizer, (int32_t)id);
+    job->eos = calloc(n + 1, sizeof(*job->eos));
+    if (!job->eos)
+        return error_origin(-ENOMEM);
+    for (uint32_t id = 0; id < n_vocab; id++)
+        if (tokenizer_is_eog(tokenizer, (int32_t)id))
+            job->eos[job->n_eos++] = (int32_t)id;
+    return 0;
+}
+
+static int encode_bad_words(Job *job, const Tokenizer *tokenizer)
+{
+    const int32_t end = -1;
+    int r = 0;
+
+    for (size_t i = 0; i < job->sampling.n_bad_words && r == 0; i++) {
+        r = tokenizer_encode(tokenizer, job->sampling.bad_words[i], strlen(job->sampling.bad_words[i]), false, &job->bad_words);
+        if (r == 0)
+            r = token_list_append(&job->bad_words, &end, 1);
+    }
+    return r;
+}
+
+EngineResult generate_constraints(Job *job, ErrorDetail *reterr)
+{
+    const Tokenizer *tokenizer = model_file_tokenizer(slot_file(job->slot));
+    int r = 0;
+
+    (void)reterr;
+    job->usage.seed = job->sampling.seed ? job->sampling.seed : system_seed();
+    if (job_is_batch(job) || job->sampling.min_tokens > 0 || job->sampling.n_bad_words > 0)
+        r = find_end_tokens(job, tokenizer);
+    if (r == 0)
+        r = encode_bad_words(job, tokenizer);
+    return result_from_errno(error_fold(r));
+}
+
+static EngineResult make_sampling(Job *job, size_t n_prompt, ErrorDetail *reterr)
 {
     uint32_t n_vocab = model_file_params(slot_file(job->slot))->n_vocab;
+    EngineResult result;
     int r;
 
-    job->usage.seed = job->sampling.seed ? job->sampling.seed : system_seed();
+    result = generate_constraints(job, reterr);
+    if (result != ENGINE_RESULT_DONE)
+        return result;
     r = sampler_new(&job->sampling, job->usage.seed, n_vocab, &job->sampler, reterr);
+    if (r == 0)
+        sampler_constrain(job->sampler, &(ProcessorsState){.eos = job->eos,
+                                                          .n_eos = job->n_eos,
+                                                          .bad_words = job->bad_words.ids,
+                                                          .n_bad_words = job->bad_words.n,
+                                                          .n_prompt = n_prompt});
     if (r == 0)
         r = text_stream_new(job->sampling.stop, job->sampling.n_stop, &job->stream);
     return result_from_errno(r);
@@ -146,9 +200,8 @@ static EngineResult make_evaluation(Job *job, const TokenList *ids, ErrorDetail 
 }
 
 /* What the usage says about where things are. */
-static void describe_store(Job *job)
+static void describe_store(Job *job, const StoreSlot *store)
 {
-    const StoreSlot *store = job->session->store;
     const KvPolicy *policy = kv_store_policy(store->store);
     EngineUsage *u = &job->usage;
 
@@ -159,12 +212,12 @@ static void describe_store(Job *job)
     engine_ladder_text(job->slot->steps | store->steps, u->ladder, sizeof(u->ladder));
 }
 
-static void describe(const Engine *engine, Job *job)
+static void describe(const Engine *engine, Job *job, const StoreSlot *store)
 {
     EngineUsage *u = &job->usage;
     GpuCounters counters;
 
-    describe_store(job);
+    describe_store(job, store);
     (void)snprintf(u->device, sizeof(u->device), "%s", gpu_info(engine->gpu)->name);
     gpu_counters(engine->gpu, &counters);
     job->uploads_before = counters.upload_bytes;
@@ -196,18 +249,32 @@ static EngineResult reuse(Engine *engine, Job *job, const TokenList *ids, ErrorD
     return ENGINE_RESULT_DONE;
 }
 
+void generate_begin(Engine *engine, Job *job, const StoreSlot *store, uint32_t n_prompt_tokens)
+{
+    uint64_t now = now_usec();
+
+    job->usage.prompt_tokens = n_prompt_tokens;
+    job->usage.load_usec = job->loading_usec ? now - job->loading_usec : 0;
+    job->usage.queue_usec = now - job->submitted_usec - job->usage.load_usec;
+    job->started_usec = now;
+    job->active = true;
+    describe(engine, job, store);
+    job_set_state(job, engine->mailbox, ENGINE_JOB_PREFILL);
+}
+
 EngineResult generate_start(Engine *engine, Job *job, ErrorDetail *reterr)
 {
     const KvPolicy *policy = job->session ? &job->session->policy : job->has_policy ? &job->policy : &job->slot->config.policy;
     _cleanup_(token_list_clearp) TokenList ids = TOKEN_LIST_NULL;
-    uint64_t now = now_usec();
     EngineResult result;
 
     job->context = slot_context(job->slot, policy);
-    result = job_ids(job, &ids, reterr);
+    if (job_is_batch(job))
+        return batch_start(engine, job, reterr);
+    result = generate_prompt_ids(job, job->messages, job->n_messages, job->raw, &ids, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;
-    result = job->kind == JOB_EVALUATE ? make_evaluation(job, &ids, reterr) : make_sampling(job, reterr);
+    result = job->kind == JOB_EVALUATE ? make_evaluation(job, &ids, reterr) : make_sampling(job, ids.n, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;
     if (!job->session) {
@@ -221,15 +288,9 @@ EngineResult generate_start(Engine *engine, Job *job, ErrorDetail *reterr)
     if (result != ENGINE_RESULT_DONE)
         return result;
 
-    job->usage.prompt_tokens = (uint32_t)ids.n;
-    job->usage.load_usec = job->loading_usec ? now - job->loading_usec : 0;
-    job->usage.queue_usec = now - job->submitted_usec - job->usage.load_usec;
-    job->started_usec = now;
-    job->active = true;
-    describe(engine, job);
+    generate_begin(engine, job, job->session->store, (uint32_t)ids.n);
     if (job->kind == JOB_GENERATE && ids.n == job->context)
         (void)snprintf(job->usage.stop_reason, sizeof(job->usage.stop_reason), "context_full");
-    job_set_state(job, engine->mailbox, ENGINE_JOB_PREFILL);
     return ENGINE_RESULT_DONE;
 }
 
@@ -339,8 +400,9 @@ static void fill_bytes(Engine *engine, Job *job)
     KvBytes bytes;
     GpuCounters counters;
 
-    if (job->session->cache) {
-        describe_store(job); /* it may have moved meanwhile */
+    if (job_store(job))
+        describe_store(job, job_store(job)); /* it may have moved meanwhile */
+    if (job->session && job->session->cache) {
         kv_cache_bytes(job->session->cache, &bytes);
         u->cache_host_bytes = bytes.host + bytes.checkpoints;
         u->cache_device_bytes = bytes.device + bytes.staging;
@@ -369,6 +431,8 @@ void generate_end(Engine *engine, Job *job)
         if (u->output_tokens > 1)
             u->decode_rate = rate(u->output_tokens - 1, u->decode_usec);
     }
+    if (!job->session)
+        return;
     session_trim(job->session);
     if (!generate_leaves_past(job) || !job->session->cache || !engine->gpu || gpu_is_lost(engine->gpu))
         return;

@@ -2,6 +2,7 @@
 /* Jobs: making, telling, freeing. */
 
 #include "daemon/engine/job.h"
+#include "daemon/engine/batch.h"
 #include "daemon/engine/evaluate.h"
 #include "daemon/engine/mailbox.h"
 #include "daemon/engine/session.h"
@@ -83,6 +84,11 @@ int job_new_generate(const EngineRequest *request, uint64_t id, Job **ret)
         if (r < 0)
             return r;
     }
+    r = strings_copy(request->prompts, request->n_prompts, &job->prompts);
+    if (r < 0)
+        return r;
+    job->n_prompts = request->n_prompts;
+    job->prompts_raw = request->prompts_raw;
     r = sampling_copy(&request->sampling, &job->sampling);
     if (r < 0)
         return r;
@@ -123,7 +129,11 @@ Job *job_free(Job *job)
     messages_free(job->messages, job->n_messages);
     free(job->raw);
     free(job->ids);
+    strings_free(job->prompts, job->n_prompts);
     sampling_clear(&job->sampling);
+    batch_free(job->batch);
+    free(job->eos);
+    token_list_clear(&job->bad_words);
     if (job->fd >= 0)
         (void)close(job->fd);
     sampler_free(job->sampler);
@@ -134,6 +144,35 @@ Job *job_free(Job *job)
     engine_event_free(job->finished);
     free(job);
     return NULL;
+}
+
+const KvPolicy *job_policy(const Job *job)
+{
+    if (job->batch)
+        return &job->batch->policy;
+    if (job->session)
+        return &job->session->policy;
+    return job->has_policy ? &job->policy : NULL;
+}
+
+StoreSlot *job_store(const Job *job)
+{
+    if (job->batch)
+        return job->batch->store;
+    return job->session && job->session->cache ? job->session->store : NULL;
+}
+
+void job_drop_caches(Job *job)
+{
+    if (job->batch)
+        batch_drop_caches(job->batch);
+    if (job->session)
+        session_drop_cache(job->session);
+}
+
+bool job_is_batch(const Job *job)
+{
+    return job->kind == JOB_GENERATE && (job->prompts || job->sampling.num_beams > 1 || job->sampling.num_return_sequences > 1);
 }
 
 /* ---- telling ---------------------------------------------------------------------------------------------------------------- */

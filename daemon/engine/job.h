@@ -16,7 +16,9 @@ typedef struct Job Job;
 typedef struct Mailbox Mailbox;
 typedef struct ModelSlot ModelSlot;
 typedef struct Session Session;
+typedef struct StoreSlot StoreSlot;
 typedef struct Evaluation Evaluation;
+typedef struct Batch Batch;
 
 typedef enum JobKind { JOB_GENERATE, JOB_LOAD, JOB_EVALUATE } JobKind;
 
@@ -36,6 +38,9 @@ struct Job {
     char *raw;
     int32_t *ids;
     size_t n_ids;
+    const char **prompts;
+    size_t n_prompts;
+    bool prompts_raw;
     EngineSampling sampling;
     uint64_t deadline_usec;
     int fd;
@@ -48,6 +53,10 @@ struct Job {
     Sampler *sampler;
     TextStream *stream;
     Evaluation *evaluation;
+    Batch *batch;        /* instead of session, sampler and stream when there are several sequences */
+    int32_t *eos;        /* (n_eos) end tokens in effect, when something needs their list */
+    uint32_t n_eos;
+    TokenList bad_words; /* ids, each word ended by -1 */
     uint32_t context, n_output, queue_position;
     uint32_t shared_tokens; /* of the prompt, by the shared messages; 0: nothing is kept for everyone */
     uint32_t fork_tokens;   /* where the prompt leaves what came before it: a place that others may come back to; 0: nowhere */
@@ -69,6 +78,14 @@ int job_new_evaluate(uint64_t owner, const char *model, const KvPolicy *policy, 
                      Job **ret);
 Job *job_free(Job *job);
 DEFINE_CLEANUP(Job, job_free)
+
+/* Whether it has beams, several sequences or several prompts. */
+bool job_is_batch(const Job *job);
+/* That it runs under, or NULL when that is the model's own. */
+const KvPolicy *job_policy(const Job *job);
+/* Whose caches it holds, or NULL. */
+StoreSlot *job_store(const Job *job);
+void job_drop_caches(Job *job);
 
 /* Tells the state, the queue position or the progress when it differs from what was told last. */
 void job_set_state(Job *job, Mailbox *mailbox, EngineJobState state);

@@ -132,14 +132,28 @@ uint64_t jobs_expire(Engine *engine, uint64_t now)
 
 /* ---- arrival --------------------------------------------------------------------------------------------------------------- */
 
+static EngineResult job_check_prompts(const Job *job, ErrorDetail *reterr)
+{
+    if (job->n_prompts > ENGINE_MAX_PROMPTS) {
+        (void)error_detail_set(reterr, -EINVAL, "%zu prompts are more than %d", job->n_prompts, ENGINE_MAX_PROMPTS);
+        return ENGINE_RESULT_INVALID_ARGS;
+    }
+    for (size_t i = 0; i < job->n_prompts; i++)
+        if (!job->prompts[i] || !job->prompts[i][0]) {
+            (void)error_detail_set(reterr, -EINVAL, "prompt %zu is empty", i + 1);
+            return ENGINE_RESULT_INVALID_ARGS;
+        }
+    return ENGINE_RESULT_DONE;
+}
+
 static EngineResult job_check_request(const Job *job, ErrorDetail *reterr)
 {
-    int n_prompts = (job->messages != NULL) + (job->raw != NULL) + (job->ids != NULL);
+    int n_prompts = (job->messages != NULL) + (job->raw != NULL) + (job->ids != NULL) + (job->prompts != NULL);
 
     if (job->kind == JOB_LOAD)
         return ENGINE_RESULT_DONE;
     if (n_prompts != 1) {
-        (void)error_detail_set(reterr, -EINVAL, "exactly one of messages, raw text and ids is needed, got %d", n_prompts);
+        (void)error_detail_set(reterr, -EINVAL, "exactly one of messages, raw text, ids and prompts is needed, got %d", n_prompts);
         return ENGINE_RESULT_INVALID_ARGS;
     }
     if ((job->messages && (job->n_messages == 0 || !job->messages[job->n_messages - 1].content[0])) || (job->raw && !job->raw[0]) ||
@@ -153,7 +167,7 @@ static EngineResult job_check_request(const Job *job, ErrorDetail *reterr)
     }
     if (job->kind == JOB_GENERATE && sampler_check(&job->sampling, reterr) < 0)
         return ENGINE_RESULT_INVALID_ARGS;
-    return ENGINE_RESULT_DONE;
+    return job_check_prompts(job, reterr);
 }
 
 static EngineResult job_bind_session(Engine *engine, Job *job, ErrorDetail *reterr)

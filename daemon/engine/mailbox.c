@@ -155,6 +155,11 @@ EngineEvent *engine_event_free(EngineEvent *event)
     free(event->text);
     free(event->ids);
     free(event->json);
+    for (size_t i = 0; i < event->n_sequences; i++) {
+        free(event->sequences[i].text);
+        free(event->sequences[i].ids);
+    }
+    free(event->sequences);
     free((EventNode *)(void *)event);
     return NULL;
 }

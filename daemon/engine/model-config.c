@@ -23,21 +23,40 @@ static bool strings_equal(const char *a, const char *b)
     return a == b || (a && b && strcmp(a, b) == 0);
 }
 
+void strings_free(const char **strings, size_t n)
+{
+    for (size_t i = 0; strings && i < n; i++)
+        free_string(strings[i]);
+    free(strings);
+}
+
+int strings_copy(const char *const *strings, size_t n, const char ***ret)
+{
+    const char **copy = n > 0 ? calloc(n, sizeof(*copy)) : NULL;
+
+    if (n > 0 && !copy)
+        return error_origin(-ENOMEM);
+    for (size_t i = 0; i < n; i++)
+        if (copy_string(strings[i], &copy[i]) < 0) {
+            strings_free(copy, n);
+            return -ENOMEM;
+        }
+    *ret = copy;
+    return 0;
+}
+
 int sampling_copy(const EngineSampling *sampling, EngineSampling *ret)
 {
     EngineSampling copy = *sampling;
+    int r;
 
-    copy.stop = NULL;
-    copy.n_stop = 0;
-    if (sampling->n_stop > 0) {
-        copy.stop = calloc(sampling->n_stop, sizeof(*copy.stop));
-        if (!copy.stop)
-            return error_origin(-ENOMEM);
-        for (; copy.n_stop < sampling->n_stop; copy.n_stop++)
-            if (copy_string(sampling->stop[copy.n_stop], &copy.stop[copy.n_stop]) < 0) {
-                sampling_clear(&copy);
-                return -ENOMEM;
-            }
+    r = strings_copy(sampling->stop, sampling->n_stop, &copy.stop);
+    if (r < 0)
+        return r;
+    r = strings_copy(sampling->bad_words, sampling->n_bad_words, &copy.bad_words);
+    if (r < 0) {
+        strings_free(copy.stop, copy.n_stop);
+        return r;
     }
     *ret = copy;
     return 0;
@@ -45,11 +64,10 @@ int sampling_copy(const EngineSampling *sampling, EngineSampling *ret)
 
 void sampling_clear(EngineSampling *sampling)
 {
-    for (size_t i = 0; i < sampling->n_stop; i++)
-        free_string(sampling->stop[i]);
-    free(sampling->stop);
-    sampling->stop = NULL;
-    sampling->n_stop = 0;
+    strings_free(sampling->stop, sampling->n_stop);
+    strings_free(sampling->bad_words, sampling->n_bad_words);
+    sampling->stop = sampling->bad_words = NULL;
+    sampling->n_stop = sampling->n_bad_words = 0;
 }
 
 int messages_copy(const EngineMessage *messages, size_t n, ChatMessage **ret)

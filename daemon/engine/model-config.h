@@ -5,6 +5,9 @@
 #include "daemon/engine/engine.h"
 #include "daemon/text/chat-template.h"
 
+/* NULL strings stay NULL. */
+int strings_copy(const char *const *strings, size_t n, const char ***ret);
+void strings_free(const char **strings, size_t n);
 int sampling_copy(const EngineSampling *sampling, EngineSampling *ret);
 void sampling_clear(EngineSampling *sampling);
 

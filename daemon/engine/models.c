@@ -225,7 +225,7 @@ uint64_t models_expire(Engine *engine, uint64_t now)
 static bool store_in_use(const Engine *engine, const StoreSlot *store)
 {
     for (const Job *job = engine->jobs; job; job = job->next)
-        if (job->active && job->session && job->session->store == store)
+        if (job->active && job_store(job) == store)
             return true;
     return false;
 }

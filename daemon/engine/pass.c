@@ -30,17 +30,17 @@ static uint32_t rows_left(const Job *job)
 
 static SchedulerActive describe(const Job *job, uint32_t fallback_group)
 {
-    StoreSlot *store = slot_find_store(job->slot, &job->session->policy);
-    uint32_t n_rows = rows_left(job);
+    StoreSlot *store = slot_find_store(job->slot, job_policy(job));
+    uint32_t n_rows = job->batch ? 1 : rows_left(job);
 
     return (SchedulerActive){
         .id = job->id,
         .priority = job->priority,
         .group = store ? store->group : UINT32_MAX - fallback_group,
         .n_rows = job->kind == JOB_EVALUATE ? MIN(n_rows, (uint32_t)EVALUATE_ROWS) : n_rows,
-        .prefill = job->n_output == 0 || n_rows > 1,
+        .prefill = job->batch ? !job->first_usec : job->n_output == 0 || n_rows > 1,
         .runnable = !job->reader_paused && !job->memory_blocked,
-        .exclusive = job->kind == JOB_EVALUATE,
+        .exclusive = job->kind == JOB_EVALUATE || job->batch,
         .last_served = job->last_served,
         .limits = {slot_chunk_rows(job->slot), job->slot->max_items},
     };
@@ -135,14 +135,6 @@ static uint32_t weakest(const Pass *pass)
     return weakest;
 }
 
-static bool others_hold_memory(const Engine *engine, const Job *job)
-{
-    for (const Job *other = engine->jobs; other; other = other->next)
-        if (other != job && other->active && other->session->cache && other->session->slot == job->session->slot)
-            return true;
-    return false;
-}
-
 /* The picked jobs with caches.  True when one of them ended or had to stand back: then the choice is made anew. */
 static bool gather(Engine *engine, Job *const *jobs, const SchedulerPick *picks, size_t n_picks, Pass *pass)
 {
@@ -160,7 +152,7 @@ static bool gather(Engine *engine, Job *const *jobs, const SchedulerPick *picks,
         if (result == ENGINE_RESULT_DEVICE_LOST)
             device_abandon(engine, &detail);
         else if ((result == ENGINE_RESULT_OUT_OF_DEVICE_MEMORY || result == ENGINE_RESULT_OUT_OF_MEMORY) &&
-                 others_hold_memory(engine, job))
+                 sessions_others_hold_memory(engine, job))
             job->memory_blocked = true;
         else
             jobs_finish(engine, job, result, &detail);
@@ -285,6 +277,12 @@ bool pass_run(Engine *engine)
         return false;
     for (Job *job = engine->jobs; job; job = job->next)
         job->in_pass = false;
+    if (jobs[picks[0].index]->batch) {
+        measure(engine, jobs[picks[0].index]);
+        engine->pass_serial++;
+        batch_run(engine, jobs[picks[0].index]);
+        return true;
+    }
     if (gather(engine, jobs, picks, n_picks, &pass))
         return true;
     measure(engine, pass.jobs[0]);

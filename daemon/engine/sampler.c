@@ -20,7 +20,36 @@ struct Sampler {
     uint64_t seed, n_draws;
     uint32_t n_vocab;
     Candidate *candidates; /* (n_vocab), NULL when greedy */
+    bool constrained;
+    ProcessorsState constraints;
 };
+
+/* Beams, and how many sequences come back. */
+static int check_several(const EngineSampling *s, ErrorDetail *reterr)
+{
+    uint32_t n_beams = MAX(s->num_beams, 1u);
+
+    if (n_beams > ENGINE_MAX_BEAMS)
+        return error_detail_set(reterr, -EINVAL, "num-beams is %u, it must be from 1 to %d", n_beams, ENGINE_MAX_BEAMS);
+    if (s->num_return_sequences > ENGINE_MAX_RETURN)
+        return error_detail_set(reterr, -EINVAL, "num-return-sequences is %u, it must be from 1 to %d", s->num_return_sequences,
+                                ENGINE_MAX_RETURN);
+    if (n_beams > 1 && s->num_return_sequences > n_beams)
+        return error_detail_set(reterr, -EINVAL, "num-return-sequences is %u, with num-beams %u it must be from 1 to %u",
+                                s->num_return_sequences, n_beams, n_beams);
+    if ((unsigned)s->draw >= ENGINE_DRAW_X_MAX || (unsigned)s->early_stopping >= BEAM_EARLY_X_MAX)
+        return error_detail_set(reterr, -EINVAL, "do-sample or early-stopping is none of their values");
+    if (s->draw == ENGINE_DRAW_YES && s->temperature <= 0)
+        return error_detail_set(reterr, -EINVAL, "temperature is 0, with do-sample it must be above 0");
+    if (n_beams == 1 && s->num_return_sequences > 1 && !engine_sampling_draws(s))
+        return error_detail_set(reterr, -EINVAL,
+                                "num-return-sequences is %u, it must be 1 when nothing is drawn (do-sample, temperature above 0) and "
+                                "there are no beams (num-beams)",
+                                s->num_return_sequences);
+    if (n_beams > 1 && !(s->length_penalty >= -100 && s->length_penalty <= 100))
+        return error_detail_set(reterr, -EINVAL, "length-penalty is %g, it must be from -100 to 100", s->length_penalty);
+    return 0;
+}
 
 int sampler_check(const EngineSampling *sampling, ErrorDetail *reterr)
 {
@@ -37,7 +66,10 @@ int sampler_check(const EngineSampling *sampling, ErrorDetail *reterr)
     for (size_t i = 0; i < s->n_stop; i++)
         if (!s->stop[i] || !s->stop[i][0])
             return error_detail_set(reterr, -EINVAL, "stop string %zu is empty", i + 1);
-    return 0;
+    for (size_t i = 0; i < s->n_bad_words; i++)
+        if (!s->bad_words[i] || !s->bad_words[i][0])
+            return error_detail_set(reterr, -EINVAL, "bad-words: text %zu is empty", i + 1);
+    return check_several(s, reterr);
 }
 
 int sampler_new(const EngineSampling *sampling, uint64_t seed, uint32_t n_vocab, Sampler **ret, ErrorDetail *reterr)
@@ -54,11 +86,11 @@ int sampler_new(const EngineSampling *sampling, uint64_t seed, uint32_t n_vocab,
     if (!sampler)
         return error_origin(-ENOMEM);
     sampler->sampling = *sampling;
-    sampler->sampling.stop = NULL;
-    sampler->sampling.n_stop = 0;
+    sampler->sampling.stop = sampler->sampling.bad_words = NULL;
+    sampler->sampling.n_stop = sampler->sampling.n_bad_words = 0;
     sampler->seed = seed;
     sampler->n_vocab = n_vocab;
-    if (sampling->temperature > 0) {
+    if (engine_sampling_draws(sampling)) {
         sampler->candidates = calloc(n_vocab, sizeof(*sampler->candidates));
         if (!sampler->candidates)
             return error_origin(-ENOMEM);
@@ -97,7 +129,14 @@ double sampler_uniform(uint64_t seed, uint64_t index)
     return (double)(bits >> 11) * 0x1p-53;
 }
 
-static int check_finite(const float *logits, uint32_t n, ErrorDetail *reterr)
+void sampler_constrain(Sampler *sampler, const ProcessorsState *state)
+{
+    sampler->constraints = *state;
+    sampler->constraints.sampling = &sampler->sampling;
+    sampler->constrained = true;
+}
+
+int sampler_check_finite(const float *logits, uint32_t n, ErrorDetail *reterr)
 {
     uint32_t bad = 0;
 
@@ -262,10 +301,12 @@ int sampler_pick(Sampler *sampler, float *logits, const int32_t *history, size_t
     float max;
     int r;
 
-    r = check_finite(logits, sampler->n_vocab, reterr);
+    r = sampler_check_finite(logits, sampler->n_vocab, reterr);
     if (r)
         return r;
     penalise(sampler, logits, history, n_history);
+    if (sampler->constrained)
+        processors_forbid_all(logits, sampler->n_vocab, history, n_history, &sampler->constraints);
     *ret_token = greedy(logits, sampler->n_vocab);
     if (!c)
         return 0;

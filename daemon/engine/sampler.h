@@ -4,7 +4,8 @@
  * From logits to one token.
  *
  * The order is fixed and documented, because users tune against it:
- *   1. repeat penalty over the last SAMPLER_PENALTY_TOKENS tokens (a positive logit is divided by it, a negative one multiplied);
+ *   1. repeat penalty over the last SAMPLER_PENALTY_TOKENS tokens (a positive logit is divided by it, a negative one multiplied); then what no-repeat-ngram,
+ *      bad-words and min-tokens forbid;
  *   2. temperature 0: the largest logit wins, the lower id when two are equal; nothing below applies;
  *   3. top-k keeps the k largest (0: all);
  *   4. top-p keeps the fewest, largest first, whose probabilities sum to at least p (1: all; at least one stays);
@@ -15,10 +16,12 @@
  *
  * The n-th draw depends on the seed and on n only: the same seed gives the same text.
  *
+ * Beams have the order of processors.h instead, and the penalty over the whole sequence.
+ *
  * Cost: a few passes over the vocabulary; the best are found by selection, never by sorting all of it.
  */
 
-#include "daemon/engine/engine.h"
+#include "daemon/engine/processors.h"
 
 #define SAMPLER_PENALTY_TOKENS 64
 
@@ -36,6 +39,12 @@ int sampler_check(const EngineSampling *sampling, ErrorDetail *reterr);
 int sampler_new(const EngineSampling *sampling, uint64_t seed, uint32_t n_vocab, Sampler **ret, ErrorDetail *reterr);
 Sampler *sampler_free(Sampler *sampler);
 DEFINE_CLEANUP(Sampler, sampler_free)
+
+/* What is forbidden from now on; what @state points at is kept borrowed. */
+void sampler_constrain(Sampler *sampler, const ProcessorsState *state);
+
+/* 0, or SAMPLER_E_NUMERIC. */
+int sampler_check_finite(const float *logits, uint32_t n, ErrorDetail *reterr);
 
 /* @logits: (n_vocab), changed in place.  @history: the sequence so far, oldest first. */
 int sampler_pick(Sampler *sampler, float *logits, const int32_t *history, size_t n_history, int32_t *ret_token, ErrorDetail *reterr);

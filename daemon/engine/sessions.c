@@ -78,8 +78,8 @@ void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot
         if (s->slot == slot && s->cache && (!store || s->store == store))
             session_drop_cache(s);
     for (Job *job = engine->jobs; job; job = job->next)
-        if (job->session && job->session->slot == slot && job->session->cache && (!store || job->session->store == store))
-            session_drop_cache(job->session);
+        if (job->slot == slot && job_store(job) && (!store || job_store(job) == store))
+            job_drop_caches(job);
 }
 
 /* The prefix that was used longest ago, when that was before @before_usec. */
@@ -111,14 +111,21 @@ bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claim
         return true;
     }
     for (Job *job = engine->jobs; job && claimant; job = job->next)
-        if (job->active && !job->in_pass && job != claimant && job->session && job->session->cache &&
-            (!store || job->session->store == store) && job->priority > claimant->priority &&
-            (!lower || job->priority >= lower->priority))
+        if (job->active && !job->in_pass && job != claimant && job_store(job) && (!store || job_store(job) == store) &&
+            job->priority > claimant->priority && (!lower || job->priority >= lower->priority))
             lower = job;
     if (!lower)
         return false;
-    session_drop_cache(lower->session);
+    job_drop_caches(lower);
     return true;
+}
+
+bool sessions_others_hold_memory(const Engine *engine, const Job *job)
+{
+    for (const Job *other = engine->jobs; other; other = other->next)
+        if (other != job && other->active && job_store(other) && other->slot == job->slot)
+            return true;
+    return false;
 }
 
 EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)

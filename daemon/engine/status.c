@@ -51,8 +51,11 @@ static uint64_t slot_host_bytes(const Engine *engine, const ModelSlot *slot)
             sum += bytes.host + bytes.checkpoints;
         }
     for (const Job *job = engine->jobs; job; job = job->next)
-        if (job->session && job->session->id == 0 && job->session->slot == slot && job->session->cache) {
-            kv_cache_bytes(job->session->cache, &bytes);
+        if (job->slot == slot && job_store(job) && (job->batch || job->session->id == 0)) {
+            if (job->batch)
+                batch_bytes(job->batch, &bytes);
+            else
+                kv_cache_bytes(job->session->cache, &bytes);
             sum += bytes.host + bytes.checkpoints;
         }
     return sum;

@@ -28,6 +28,13 @@ Talk *talk_free(Talk *talk)
     if (!talk)
         return NULL;
     engine_free(talk->engine);
+    for (size_t i = 0; i < N_ELEMENTS(talk->seen); i++) {
+        for (size_t k = 0; k < talk->seen[i].n_sequences; k++) {
+            free(talk->seen[i].sequences[k].text);
+            free(talk->seen[i].sequences[k].ids);
+        }
+        free(talk->seen[i].sequences);
+    }
     for (size_t i = 0; i < N_ELEMENTS(talk->replies); i++)
         engine_event_free(talk->replies[i]);
     free(talk);
@@ -65,6 +72,9 @@ static void talk_hear(Talk *talk, EngineEvent *event)
         seen->result = event->result;
         seen->detail = event->detail;
         seen->usage = event->usage;
+        seen->sequences = TAKE_PTR(event->sequences);
+        seen->n_sequences = event->n_sequences;
+        event->n_sequences = 0;
         break;
     case ENGINE_EVENT_REPLY:
         assert_true(event->cookie < N_ELEMENTS(talk->replies) && !talk->replies[event->cookie]);

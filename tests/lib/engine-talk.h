@@ -20,6 +20,8 @@ typedef struct Seen {
     EngineResult result;
     ErrorDetail detail;
     EngineUsage usage;
+    EngineSequence *sequences; /* owned by the talk */
+    size_t n_sequences;
 } Seen;
 
 /* One test's engine and what it told. */

@@ -275,6 +275,12 @@ const char *tokenizer_token_bytes(const Tokenizer *tokenizer, int32_t id, bool s
     return id >= 'a' && id <= 'z' ? &bytes[id - 'a'] : "";
 }
 
+uint32_t tokenizer_n_vocab(const Tokenizer *tokenizer)
+{
+    (void)tokenizer;
+    return FAKE_VOCAB;
+}
+
 int32_t tokenizer_bos(const Tokenizer *tokenizer)
 {
     (void)tokenizer;
