@@ -12,6 +12,7 @@
 
 #define CALL_MAX_STOPS      16
 #define CALL_MAX_STOP_BYTES 256
+#define CALL_MAX_BAD_WORDS  256
 /* More than any context; bounds what one message can make us keep. */
 #define CALL_MAX_IDS        (1 << 22)
 
@@ -35,6 +36,8 @@ static int call_read_u32(const CallKey *key, sd_bus_message *m, CallOptions *opt
 
     if (r < 0)
         return error_trace(r);
+    if (key->least > 0 && (value < key->least || value > key->most))
+        return bus_error_invalid(error, "option %s: %" PRIu32 " is not from %.0f to %.0f", key->name, value, key->least, key->most);
     if (value > key->most)
         return bus_error_invalid(error, "option %s: %" PRIu32 " is more than %.0f", key->name, value, key->most);
     *(uint32_t *)call_key_place(key, options) = value;
@@ -72,28 +75,49 @@ static int call_read_float(const CallKey *key, sd_bus_message *m, CallOptions *o
     return 0;
 }
 
-static int call_read_stop(const CallKey *key, sd_bus_message *m, CallOptions *options, sd_bus_error *error)
+/* At most @most strings of 1 to @most_bytes bytes into an array of our own; what was read so far is there on failure, too. */
+static int call_read_strings(const CallKey *key, sd_bus_message *m, size_t most, size_t most_bytes, const char *what, const char ***ret,
+                             size_t *ret_n, sd_bus_error *error)
 {
-    const char **stops = calloc(CALL_MAX_STOPS, sizeof(*stops)), *stop;
+    const char **strings = calloc(most, sizeof(*strings)), *string;
     int r;
 
-    if (!stops)
+    if (!strings)
         return error_origin(-ENOMEM);
-    options->sampling.stop = stops;
+    *ret = strings;
     if ((r = sd_bus_message_enter_container(m, 'a', "s")) < 0)
         return error_trace(r);
-    while ((r = sd_bus_message_read_basic(m, 's', &stop)) > 0) {
-        size_t n = strlen(stop);
+    while ((r = sd_bus_message_read_basic(m, 's', &string)) > 0) {
+        size_t n = strlen(string);
 
-        if (n == 0 || n > CALL_MAX_STOP_BYTES)
-            return bus_error_invalid(error, "option %s: a stop string has 1 to %d bytes, not %zu", key->name, CALL_MAX_STOP_BYTES, n);
-        if (options->sampling.n_stop == CALL_MAX_STOPS)
-            return bus_error_invalid(error, "option %s: at most %d strings", key->name, CALL_MAX_STOPS);
-        if (!(stops[options->sampling.n_stop] = strdup(stop)))
+        if (n == 0 || n > most_bytes)
+            return bus_error_invalid(error, "option %s: a %s has 1 to %zu bytes, not %zu", key->name, what, most_bytes, n);
+        if (*ret_n == most)
+            return bus_error_invalid(error, "option %s: at most %zu strings", key->name, most);
+        if (!(strings[*ret_n] = strdup(string)))
             return error_origin(-ENOMEM);
-        options->sampling.n_stop++;
+        (*ret_n)++;
     }
     return r < 0 ? error_trace(r) : sd_bus_message_exit_container(m);
+}
+
+static int call_read_stop(const CallKey *key, sd_bus_message *m, CallOptions *options, sd_bus_error *error)
+{
+    return call_read_strings(key, m, CALL_MAX_STOPS, CALL_MAX_STOP_BYTES, "stop string", &options->sampling.stop, &options->sampling.n_stop,
+                             error);
+}
+
+static int call_read_bad_words(const CallKey *key, sd_bus_message *m, CallOptions *options, sd_bus_error *error)
+{
+    return call_read_strings(key, m, CALL_MAX_BAD_WORDS, CALL_MAX_STOP_BYTES, "text", &options->sampling.bad_words,
+                             &options->sampling.n_bad_words, error);
+}
+
+static int call_read_prompts(const CallKey *key, sd_bus_message *m, CallOptions *options, sd_bus_error *error)
+{
+    int r = call_read_strings(key, m, ENGINE_MAX_PROMPTS, INT32_MAX, "prompt", &options->prompts, &options->n_prompts, error);
+
+    return r >= 0 && options->n_prompts == 0 ? bus_error_invalid(error, "option %s: at least one prompt", key->name) : r;
 }
 
 static int call_read_word(const CallKey *key, sd_bus_message *m, const char *const *words, size_t n_words, sd_bus_error *error)
@@ -131,6 +155,31 @@ static int call_read_priority(const CallKey *key, sd_bus_message *m, CallOptions
     if (r < 0)
         return r;
     options->priority = (EnginePriority)r;
+    return 0;
+}
+
+static int call_read_early_stopping(const CallKey *key, sd_bus_message *m, CallOptions *options, sd_bus_error *error)
+{
+    static const char *const names[BEAM_EARLY_X_MAX] = {
+        [BEAM_EARLY_FALSE] = "false", [BEAM_EARLY_TRUE] = "true", [BEAM_EARLY_NEVER] = "never"};
+    int r = call_read_word(key, m, names, N_ELEMENTS(names), error);
+
+    if (r < 0)
+        return r;
+    options->sampling.early_stopping = (BeamEarly)r;
+    return 0;
+}
+
+static int call_read_length_penalty(const CallKey *key, sd_bus_message *m, CallOptions *options, sd_bus_error *error)
+{
+    double value;
+    int r = sd_bus_message_read_basic(m, 'd', &value);
+
+    if (r < 0)
+        return error_trace(r);
+    if (!(value >= key->least && value <= key->most))
+        return bus_error_invalid(error, "option %s: %g is not from %g to %g", key->name, value, key->least, key->most);
+    options->sampling.length_penalty = value;
     return 0;
 }
 
@@ -256,6 +305,16 @@ static const CallKey call_keys[CALL_OPTION_X_MAX] = {
     [CALL_OPTION_SEED] = {"seed", "t", call_read_u64, MEMBER(sampling.seed), 0, 0},
     [CALL_OPTION_STOP] = {"stop", "as", call_read_stop, 0, 0, 0},
     [CALL_OPTION_IGNORE_EOS] = {"ignore-eos", "b", call_read_bool, MEMBER(sampling.ignore_eos), 0, 0},
+    [CALL_OPTION_MIN_TOKENS] = {"min-tokens", "u", call_read_u32, MEMBER(sampling.min_tokens), 0, UINT32_MAX},
+    [CALL_OPTION_NO_REPEAT_NGRAM] = {"no-repeat-ngram", "u", call_read_u32, MEMBER(sampling.no_repeat_ngram), 0, UINT32_MAX},
+    [CALL_OPTION_BAD_WORDS] = {"bad-words", "as", call_read_bad_words, 0, 0, 0},
+    [CALL_OPTION_DO_SAMPLE] = {"do-sample", "b", call_read_bool, MEMBER(do_sample), 0, 0},
+    [CALL_OPTION_NUM_BEAMS] = {"num-beams", "u", call_read_u32, MEMBER(sampling.num_beams), 1, ENGINE_MAX_BEAMS},
+    [CALL_OPTION_NUM_RETURN_SEQUENCES] = {"num-return-sequences", "u", call_read_u32, MEMBER(sampling.num_return_sequences), 1,
+                                          ENGINE_MAX_RETURN},
+    [CALL_OPTION_EARLY_STOPPING] = {"early-stopping", "s", call_read_early_stopping, 0, 0, 0},
+    [CALL_OPTION_LENGTH_PENALTY] = {"length-penalty", "d", call_read_length_penalty, 0, -100, 100},
+    [CALL_OPTION_PROMPTS] = {"prompts", "as", call_read_prompts, 0, 0, 0},
     [CALL_OPTION_PRIORITY] = {"priority", "s", call_read_priority, 0, 0, 0},
     [CALL_OPTION_DEADLINE_USEC] = {"deadline-usec", "t", call_read_u64, MEMBER(deadline_usec), 0, 0},
     [CALL_OPTION_CACHE] = {"cache", "a{sv}", call_read_cache, 0, 0, 0},
@@ -267,11 +326,18 @@ static const CallKey call_keys[CALL_OPTION_X_MAX] = {
     [CALL_OPTION_IDS_FORMAT] = {"ids-format", "s", call_read_ids_format, 0, 0, 0},
 };
 
+static void call_free_strings(const char **strings, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        free((void *)(uintptr_t)strings[i]);
+    free(strings);
+}
+
 void call_options_clear(CallOptions *options)
 {
-    for (size_t i = 0; i < options->sampling.n_stop; i++)
-        free((void *)(uintptr_t)options->sampling.stop[i]);
-    free(options->sampling.stop);
+    call_free_strings(options->sampling.stop, options->sampling.n_stop);
+    call_free_strings(options->sampling.bad_words, options->sampling.n_bad_words);
+    call_free_strings(options->prompts, options->n_prompts);
     free(options->ids);
     if (options->prompt_fd >= 0)
         (void)close(options->prompt_fd);
@@ -368,4 +434,18 @@ void call_options_sampling(const CallOptions *options, EngineSampling *sampling)
         sampling->stop = given->stop;
         sampling->n_stop = given->n_stop;
     }
+    if (call_options_have(options, CALL_OPTION_MIN_TOKENS))
+        sampling->min_tokens = given->min_tokens;
+    if (call_options_have(options, CALL_OPTION_NO_REPEAT_NGRAM))
+        sampling->no_repeat_ngram = given->no_repeat_ngram;
+    if (call_options_have(options, CALL_OPTION_BAD_WORDS)) {
+        sampling->bad_words = given->bad_words;
+        sampling->n_bad_words = given->n_bad_words;
+    }
+    if (call_options_have(options, CALL_OPTION_DO_SAMPLE))
+        sampling->draw = options->do_sample ? ENGINE_DRAW_YES : ENGINE_DRAW_NO;
+    sampling->num_beams = given->num_beams;
+    sampling->num_return_sequences = given->num_return_sequences;
+    sampling->early_stopping = given->early_stopping;
+    sampling->length_penalty = call_options_have(options, CALL_OPTION_LENGTH_PENALTY) ? given->length_penalty : 1;
 }

@@ -16,6 +16,15 @@ typedef enum CallOption {
     CALL_OPTION_SEED,
     CALL_OPTION_STOP,
     CALL_OPTION_IGNORE_EOS,
+    CALL_OPTION_MIN_TOKENS,
+    CALL_OPTION_NO_REPEAT_NGRAM,
+    CALL_OPTION_BAD_WORDS,
+    CALL_OPTION_DO_SAMPLE,
+    CALL_OPTION_NUM_BEAMS,
+    CALL_OPTION_NUM_RETURN_SEQUENCES,
+    CALL_OPTION_EARLY_STOPPING,
+    CALL_OPTION_LENGTH_PENALTY,
+    CALL_OPTION_PROMPTS,
     CALL_OPTION_PRIORITY,
     CALL_OPTION_DEADLINE_USEC,
     CALL_OPTION_CACHE,
@@ -34,9 +43,15 @@ typedef enum CallOption {
 #define CALL_OPTIONS_SAMPLING                                                                                                              \
     (CALL_OPTION_BIT(CALL_OPTION_MAX_TOKENS) | CALL_OPTION_BIT(CALL_OPTION_TEMPERATURE) | CALL_OPTION_BIT(CALL_OPTION_TOP_K) |            \
      CALL_OPTION_BIT(CALL_OPTION_TOP_P) | CALL_OPTION_BIT(CALL_OPTION_MIN_P) | CALL_OPTION_BIT(CALL_OPTION_REPEAT_PENALTY) |              \
-     CALL_OPTION_BIT(CALL_OPTION_SEED) | CALL_OPTION_BIT(CALL_OPTION_STOP) | CALL_OPTION_BIT(CALL_OPTION_IGNORE_EOS))
+     CALL_OPTION_BIT(CALL_OPTION_SEED) | CALL_OPTION_BIT(CALL_OPTION_STOP) | CALL_OPTION_BIT(CALL_OPTION_IGNORE_EOS) |                    \
+     CALL_OPTION_BIT(CALL_OPTION_MIN_TOKENS) | CALL_OPTION_BIT(CALL_OPTION_NO_REPEAT_NGRAM) | CALL_OPTION_BIT(CALL_OPTION_BAD_WORDS) |    \
+     CALL_OPTION_BIT(CALL_OPTION_DO_SAMPLE))
+/* What gives several sequences; known to streams, too, which say why they refuse them. */
+#define CALL_OPTIONS_SEVERAL                                                                                                               \
+    (CALL_OPTION_BIT(CALL_OPTION_NUM_BEAMS) | CALL_OPTION_BIT(CALL_OPTION_NUM_RETURN_SEQUENCES) |                                         \
+     CALL_OPTION_BIT(CALL_OPTION_EARLY_STOPPING) | CALL_OPTION_BIT(CALL_OPTION_LENGTH_PENALTY) | CALL_OPTION_BIT(CALL_OPTION_PROMPTS))
 #define CALL_OPTIONS_RUN                                                                                                                   \
-    (CALL_OPTIONS_SAMPLING | CALL_OPTION_BIT(CALL_OPTION_PRIORITY) | CALL_OPTION_BIT(CALL_OPTION_DEADLINE_USEC) |                         \
+    (CALL_OPTIONS_SAMPLING | CALL_OPTIONS_SEVERAL | CALL_OPTION_BIT(CALL_OPTION_PRIORITY) | CALL_OPTION_BIT(CALL_OPTION_DEADLINE_USEC) |                         \
      CALL_OPTION_BIT(CALL_OPTION_WANT_IDS))
 #define CALL_OPTIONS_PROMPT                                                                                                                \
     (CALL_OPTION_BIT(CALL_OPTION_RAW) | CALL_OPTION_BIT(CALL_OPTION_IDS) | CALL_OPTION_BIT(CALL_OPTION_PROMPT_FD))
@@ -45,7 +60,10 @@ typedef enum CallIdsFormat { CALL_IDS_AUTO, CALL_IDS_TEXT, CALL_IDS_INT32, CALL_
 
 typedef struct CallOptions {
     uint64_t given; /* CALL_OPTION_BIT of each key that was there */
-    EngineSampling sampling; /* the given ones of CALL_OPTIONS_SAMPLING; stop is owned */
+    EngineSampling sampling; /* the given ones of CALL_OPTIONS_SAMPLING and _SEVERAL; stop and bad_words are owned */
+    bool do_sample;
+    const char **prompts; /* n_prompts, owned */
+    size_t n_prompts;
     EnginePriority priority;
     uint64_t deadline_usec; /* from now; 0: none */
     ConfigCache cache;
@@ -67,7 +85,7 @@ static inline bool call_options_have(const CallOptions *options, CallOption opti
 {
     return (options->given & CALL_OPTION_BIT(option)) != 0;
 }
-/* Puts the given sampling keys over @sampling, which borrows stop from @options. */
+/* Puts the given sampling keys over @sampling, which borrows stop and bad_words from @options. */
 void call_options_sampling(const CallOptions *options, EngineSampling *sampling);
 
 const char *engine_priority_to_name(EnginePriority priority);

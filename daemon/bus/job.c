@@ -156,7 +156,33 @@ void bus_jobs_clear(Bus *bus)
 
 /* ---- the end of a job ---------------------------------------------------------------------------------------------------------- */
 
-static int bus_job_reply_ask(BusJob *job, EngineResult result, const ErrorDetail *detail)
+/* The answer, and of several the best of the first prompt; an answer that grew with the events takes ids and text from there. */
+static int bus_job_append_answer(BusJob *job, sd_bus_message *reply, const EngineEvent *event)
+{
+    UsageExtra extra = {.ids = job->want_ids ? job->ids : NULL, .n_ids = job->n_ids};
+    int r;
+
+    if (event) {
+        extra.sequences = event->sequences;
+        extra.n_sequences = event->n_sequences;
+    }
+    if (extra.n_sequences > 0) {
+        _cleanup_(freep) char *text = strdup(extra.sequences[0].text ? extra.sequences[0].text : "");
+
+        if (!text)
+            return error_origin(-ENOMEM);
+        bus_text_scrub(text);
+        r = sd_bus_message_append(reply, "s", text);
+    } else {
+        if (job->text && !bus_text_is_valid(job->text, job->n_text_bytes, NULL))
+            bus_text_scrub(job->text);
+        r = sd_bus_message_append(reply, "s", job->text ? job->text : "");
+    }
+    return r < 0 ? error_trace(r) : usage_append(reply, &job->usage, &extra);
+}
+
+/* @event: the engine's last word, or NULL. */
+static int bus_job_reply_ask(BusJob *job, EngineResult result, const ErrorDetail *detail, const EngineEvent *event)
 {
     __attribute__((__cleanup__(sd_bus_error_free))) sd_bus_error error = SD_BUS_ERROR_NULL;
     __attribute__((__cleanup__(sd_bus_message_unrefp))) sd_bus_message *reply = NULL;
@@ -166,11 +192,7 @@ static int bus_job_reply_ask(BusJob *job, EngineResult result, const ErrorDetail
         (void)bus_error_set(&error, result, detail);
         return sd_bus_reply_method_error(job->ask, &error);
     }
-    if (job->text && !bus_text_is_valid(job->text, job->n_text_bytes, NULL))
-        bus_text_scrub(job->text);
-    if ((r = sd_bus_message_new_method_return(job->ask, &reply)) < 0 ||
-        (r = sd_bus_message_append(reply, "s", job->text ? job->text : "")) < 0 ||
-        (r = usage_append(reply, &job->usage, job->want_ids ? job->ids : NULL, job->n_ids, NULL)) < 0)
+    if ((r = sd_bus_message_new_method_return(job->ask, &reply)) < 0 || (r = bus_job_append_answer(job, reply, event)) < 0)
         return error_trace(r);
     return sd_bus_send(NULL, reply, NULL);
 }
@@ -185,7 +207,7 @@ static int bus_job_send_finished(BusJob *job, EngineResult result, const char *t
     if ((r = sd_bus_message_new_signal(job->bus->bus, &signal, path, BUS_INTERFACE_JOB, "Finished")) < 0 ||
         (r = sd_bus_message_set_destination(signal, job->client->name)) < 0 ||
         (r = sd_bus_message_append(signal, "s", bus_error_name(result))) < 0 ||
-        (r = usage_append(signal, &job->usage, NULL, 0, text)) < 0)
+        (r = usage_append(signal, &job->usage, &(UsageExtra){.text = text})) < 0)
         return error_trace(r);
     return sd_bus_send(job->bus->bus, signal, NULL);
 }
@@ -201,7 +223,7 @@ static void bus_job_end_stream(BusJob *job, EngineResult result, const char *tex
 }
 
 /* Tells everybody whom it concerns; @job may be gone afterwards. */
-static void bus_job_finish(BusJob *job, EngineResult result, const ErrorDetail *detail)
+static void bus_job_finish(BusJob *job, EngineResult result, const ErrorDetail *detail, const EngineEvent *event)
 {
     __attribute__((__cleanup__(sd_bus_error_free))) sd_bus_error error = SD_BUS_ERROR_NULL;
     int r;
@@ -217,7 +239,7 @@ static void bus_job_finish(BusJob *job, EngineResult result, const ErrorDetail *
         bus_service_count(job->bus, job->service, result == ENGINE_RESULT_DONE);
     if (job->session)
         bus_session_job_finished(job->bus, job->session, &job->usage);
-    if (job->ask && (r = bus_job_reply_ask(job, result, detail)) < 0)
+    if (job->ask && (r = bus_job_reply_ask(job, result, detail, event)) < 0)
         log_warning("job %" PRIu64 ": cannot answer: %s, ignoring", job->id, strerror(-r));
     job->ask = sd_bus_message_unref(job->ask);
     if (job->client && (r = bus_job_send_finished(job, result, error.message)) < 0)
@@ -234,7 +256,7 @@ void bus_jobs_shut_down(Bus *bus)
         BusJob *job = bus->jobs.entries[i].object;
 
         if (!job->finished)
-            bus_job_finish(job, ENGINE_RESULT_SHUTTING_DOWN, NULL);
+            bus_job_finish(job, ENGINE_RESULT_SHUTTING_DOWN, NULL, NULL);
     }
 }
 
@@ -363,7 +385,7 @@ void bus_jobs_on_event(Bus *bus, const EngineEvent *event)
     else if (event->kind == ENGINE_EVENT_TOKENS)
         r = bus_job_on_tokens(job, event);
     else if (event->kind == ENGINE_EVENT_FINISHED)
-        bus_job_finish(job, event->result, &event->detail);
+        bus_job_finish(job, event->result, &event->detail, event);
     if (r < 0) { /* no memory for the answer: it must not reach the caller with a hole */
         job->verdict = ENGINE_RESULT_OUT_OF_MEMORY;
         engine_cancel(bus->engine, job->id);

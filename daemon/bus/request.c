@@ -64,13 +64,34 @@ static bool bus_request_has_argument(const BusRequest *request)
     return request->messages.n > 0 || (request->prompt && request->prompt[0]);
 }
 
+/* A stream carries one text as it grows. */
+static int bus_request_check_stream(const CallOptions *options, sd_bus_error *error)
+{
+    if (options->sampling.num_beams > 1)
+        return bus_error_invalid(error, "option num-beams: %" PRIu32 ": a stream cannot show beams, which have no text before the end; use Ask",
+                                 options->sampling.num_beams);
+    if (options->sampling.num_return_sequences > 1)
+        return bus_error_invalid(error, "option num-return-sequences: %" PRIu32 ": a stream carries one sequence; use Ask",
+                                 options->sampling.num_return_sequences);
+    if (options->prompts)
+        return bus_error_invalid(error, "option prompts: a stream answers one prompt; use Ask");
+    return 0;
+}
+
 /* Sources that exclude each other. */
 static int bus_request_check(const BusRequest *request, sd_bus_error *error)
 {
     const CallOptions *options = &request->options;
     bool has_fd = options->prompt_fd >= 0, has_ids = options->ids != NULL;
+    int r;
 
     if (request->kind == BUS_JOB_EVALUATE || request->kind == BUS_JOB_LOAD)
+        return 0;
+    if (request->kind != BUS_JOB_ASK && (r = bus_request_check_stream(options, error)) < 0)
+        return r;
+    if (options->prompts && (has_ids || has_fd || bus_request_has_argument(request)))
+        return bus_error_invalid(error, "with option prompts the prompt must be empty, and options ids and prompt-fd are excluded");
+    if (options->prompts)
         return 0;
     if (has_ids && (has_fd || options->raw))
         return bus_error_invalid(error, "option ids excludes prompt-fd and raw");
@@ -128,6 +149,12 @@ static int bus_request_fill_prompt(BusRequest *request, EngineRequest *ret)
 {
     int r;
 
+    if (request->options.prompts) {
+        ret->prompts = request->options.prompts;
+        ret->n_prompts = request->options.n_prompts;
+        ret->prompts_raw = request->options.raw;
+        return 0;
+    }
     if (request->options.ids) {
         ret->ids = request->options.ids;
         ret->n_ids = request->options.n_ids;
@@ -313,6 +340,8 @@ int bus_request_submit(BusRequest *taken, sd_bus_error *error)
     uint64_t n_bytes = request->messages.n_bytes + request->options.n_ids * sizeof(int32_t) + (request->prompt ? strlen(request->prompt) : 0);
     int r;
 
+    for (size_t i = 0; i < request->options.n_prompts; i++)
+        n_bytes += strlen(request->options.prompts[i]);
     if (call_options_have(&request->options, CALL_OPTION_PRIORITY))
         request->priority = request->options.priority;
     if ((r = bus_request_check(request, error)) < 0 || (r = bus_request_charge(request, n_bytes, error)) < 0)

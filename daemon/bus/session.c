@@ -407,7 +407,7 @@ SESSION_GETTER(usage)
 {
     const BusSession *session = userdata;
 
-    return usage_append(reply, &session->usage, NULL, 0, NULL);
+    return usage_append(reply, &session->usage, NULL);
 }
 
 SESSION_GETTER(cache)

@@ -91,16 +91,53 @@ static int usage_append_ids(sd_bus_message *m, const int32_t *ids, size_t n_ids)
     return 0;
 }
 
-int usage_append(sd_bus_message *m, const EngineUsage *usage, const int32_t *ids, size_t n_ids, const char *text)
+static int usage_append_sequence(sd_bus_message *m, const EngineSequence *sequence)
 {
+    _cleanup_(freep) char *text = strdup(sequence->text ? sequence->text : "");
+    int r;
+
+    if (!text)
+        return error_origin(-ENOMEM);
+    bus_text_scrub(text);
+    r = sd_bus_message_open_container(m, 'a', "{sv}");
+    if (r >= 0)
+        r = sd_bus_message_append(m, "{sv}{sv}{sv}{sv}{sv}", "prompt", "u", sequence->prompt, "text", "s", text, "score", "d",
+                                  usage_finite((double)sequence->score), "tokens", "u", sequence->n_tokens, "stop-reason", "s",
+                                  sequence->stop_reason);
+    if (r >= 0 && sequence->ids)
+        r = usage_append_ids(m, sequence->ids, sequence->n_tokens);
+    return r < 0 ? r : sd_bus_message_close_container(m);
+}
+
+static int usage_append_sequences(sd_bus_message *m, const EngineSequence *sequences, size_t n)
+{
+    int r;
+
+    if ((r = sd_bus_message_open_container(m, 'e', "sv")) < 0 || (r = sd_bus_message_append(m, "s", "sequences")) < 0 ||
+        (r = sd_bus_message_open_container(m, 'v', "aa{sv}")) < 0 || (r = sd_bus_message_open_container(m, 'a', "a{sv}")) < 0)
+        return error_trace(r);
+    for (size_t i = 0; i < n; i++)
+        if ((r = usage_append_sequence(m, &sequences[i])) < 0)
+            return error_trace(r);
+    for (int i = 0; i < 3 && r >= 0; i++)
+        r = sd_bus_message_close_container(m);
+    return r;
+}
+
+int usage_append(sd_bus_message *m, const EngineUsage *usage, const UsageExtra *extra)
+{
+    const UsageExtra none = {.ids = NULL};
     int r = sd_bus_message_open_container(m, 'a', "{sv}");
 
+    extra = extra ? extra : &none;
     if (r >= 0)
         r = usage_append_entries(m, usage);
-    if (r >= 0 && ids)
-        r = usage_append_ids(m, ids, n_ids);
-    if (r >= 0 && text)
-        r = sd_bus_message_append(m, "{sv}", "error-text", "s", text);
+    if (r >= 0 && extra->ids)
+        r = usage_append_ids(m, extra->ids, extra->n_ids);
+    if (r >= 0 && extra->n_sequences > 0)
+        r = usage_append_sequences(m, extra->sequences, extra->n_sequences);
+    if (r >= 0 && extra->text)
+        r = sd_bus_message_append(m, "{sv}", "error-text", "s", extra->text);
     if (r >= 0)
         r = sd_bus_message_close_container(m);
     return r < 0 ? error_trace(r) : 0;

@@ -9,7 +9,15 @@
 
 /* Adds to an a{sv}: the open array of @m. */
 int usage_append_entries(sd_bus_message *m, const EngineUsage *usage);
-/* A whole a{sv}; with @ids (may be NULL) as key ids, and with @text (may be NULL) as key error-text. */
-int usage_append(sd_bus_message *m, const EngineUsage *usage, const int32_t *ids, size_t n_ids, const char *text);
+/* What may stand beside the usage; all borrowed. */
+typedef struct UsageExtra {
+    const int32_t *ids; /* key ids, unless NULL */
+    size_t n_ids;
+    const char *text;   /* key error-text, unless NULL */
+    const EngineSequence *sequences; /* key sequences (aa{sv}), when there are some */
+    size_t n_sequences;
+} UsageExtra;
+/* A whole a{sv}; @extra may be NULL. */
+int usage_append(sd_bus_message *m, const EngineUsage *usage, const UsageExtra *extra);
 /* A new object, or NULL when memory is short. */
 json_t *usage_to_json(const EngineUsage *usage);

@@ -8,25 +8,26 @@
 
 static int ctl_append_sampling(sd_bus_message *call, const CtlPair *pair)
 {
-    if (!strcmp(pair->key, "max-tokens") || !strcmp(pair->key, "top-k"))
+    if (!strcmp(pair->key, "max-tokens") || !strcmp(pair->key, "top-k") || !strcmp(pair->key, "min-tokens") ||
+        !strcmp(pair->key, "no-repeat-ngram"))
         return sd_bus_message_append(call, "{sv}", pair->key, "u", (uint32_t)strtoul(pair->value, NULL, 10));
     if (!strcmp(pair->key, "seed"))
         return sd_bus_message_append(call, "{sv}", pair->key, "t", (uint64_t)strtoull(pair->value, NULL, 10));
     return sd_bus_message_append(call, "{sv}", pair->key, "d", strtod(pair->value, NULL));
 }
 
-static int ctl_append_stops(Ctl *ctl, sd_bus_message *call)
+int ctl_append_strings(sd_bus_message *call, const char *key, const char *const *strings, size_t n)
 {
     int r = sd_bus_message_open_container(call, 'e', "sv");
 
     if (r >= 0)
-        r = sd_bus_message_append(call, "s", "stop");
+        r = sd_bus_message_append(call, "s", key);
     if (r >= 0)
         r = sd_bus_message_open_container(call, 'v', "as");
     if (r >= 0)
         r = sd_bus_message_open_container(call, 'a', "s");
-    for (size_t i = 0; i < ctl->n_stops && r >= 0; i++)
-        r = sd_bus_message_append(call, "s", ctl->stops[i]);
+    for (size_t i = 0; i < n && r >= 0; i++)
+        r = sd_bus_message_append(call, "s", strings[i]);
     for (int i = 0; i < 3 && r >= 0; i++)
         r = sd_bus_message_close_container(call);
     return r;
@@ -39,7 +40,11 @@ int ctl_append_generation_options(Ctl *ctl, sd_bus_message *call)
     for (size_t i = 0; i < ctl->n_sampling && r >= 0; i++)
         r = ctl_append_sampling(call, &ctl->sampling[i]);
     if (r >= 0 && ctl->n_stops)
-        r = ctl_append_stops(ctl, call);
+        r = ctl_append_strings(call, "stop", ctl->stops, ctl->n_stops);
+    if (r >= 0 && ctl->n_bad_words)
+        r = ctl_append_strings(call, "bad-words", ctl->bad_words, ctl->n_bad_words);
+    if (r >= 0 && ctl->sample)
+        r = sd_bus_message_append(call, "{sv}", "do-sample", "b", 1);
     if (r >= 0 && ctl->ignore_eos)
         r = sd_bus_message_append(call, "{sv}", "ignore-eos", "b", 1);
     if (r >= 0 && ctl->ids)

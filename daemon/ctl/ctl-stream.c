@@ -19,6 +19,7 @@ void ctl_answer_clear(CtlAnswer *answer)
     free(answer->error_text);
     json_decref(answer->ids);
     json_decref(answer->usage);
+    json_decref(answer->sequences);
     *answer = CTL_ANSWER_NULL;
 }
 
@@ -177,7 +178,9 @@ static void ctl_answer_print_json(Ctl *ctl, const CtlAnswer *answer)
 {
     json_t *result = json_object();
 
-    if (ctl->ids)
+    if (answer->sequences)
+        (void)json_object_set(result, "sequences", answer->sequences);
+    else if (ctl->ids)
         (void)json_object_set_new(result, "ids", answer->ids ? json_incref(answer->ids) : json_array());
     else
         (void)json_object_set_new(result, "text", json_string(answer->text ? answer->text : ""));
@@ -205,6 +208,8 @@ int ctl_answer_print(Ctl *ctl, const CtlAnswer *answer, bool streamed)
 {
     if (ctl->json) {
         ctl_answer_print_json(ctl, answer);
+    } else if (answer->sequences) {
+        ctl_print_sequences(ctl, answer->sequences);
     } else if (ctl->ids) {
         ctl_answer_print_ids(answer);
     } else {

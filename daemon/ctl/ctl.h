@@ -54,6 +54,10 @@ typedef struct Ctl {
     size_t n_cache, n_sampling, n_inputs;
     const char **stops;
     size_t n_stops;
+    const char *beams, *n_return, *early_stopping, *length_penalty, *prompts_file; /* as given, or NULL */
+    bool sample;
+    const char **bad_words;
+    size_t n_bad_words;
 
     json_t *finished; /* job path -> {"result", "usage"}: Finished signals seen (ctl_watch_jobs) */
 } Ctl;
@@ -97,18 +101,28 @@ typedef struct CtlAnswer {
     size_t length;
     json_t *ids;   /* array, or NULL */
     json_t *usage; /* object, or NULL */
+    json_t *sequences; /* array, or NULL: all answers when there are several */
     char *error_name, *error_text;
     bool interrupted;
 } CtlAnswer;
-#define CTL_ANSWER_NULL ((CtlAnswer){NULL, 0, NULL, NULL, NULL, NULL, false})
+#define CTL_ANSWER_NULL ((CtlAnswer){.text = NULL})
 void ctl_answer_clear(CtlAnswer *answer);
 /* Reads a stream to its end; text is written to @live as it comes (NULL: not).  The first Ctrl-C cancels the job, the second leaves. */
 int ctl_stream_read(Ctl *ctl, int fd, const char *job_path, FILE *live, CtlAnswer *ret);
 /* Prints what the options ask for; returns the exit code of the answer. */
 int ctl_answer_print(Ctl *ctl, const CtlAnswer *answer, bool streamed);
 
+/* ---- ctl-several.c: several prompts or several answers ------------------------------------------------------------------------- */
+
+/* Whether the options ask for that. */
+bool ctl_wants_several(const Ctl *ctl);
+int ctl_ask_several(Ctl *ctl);
+void ctl_print_sequences(const Ctl *ctl, const json_t *sequences);
+
 /* ---- ctl-prompt.c ----------------------------------------------------------------------------------------------------------------- */
 
+/* One entry KEY: as of an open a{sv}. */
+int ctl_append_strings(sd_bus_message *call, const char *key, const char *const *strings, size_t n);
 /* The generation options of the command line as entries of an open a{sv}; negative errno on failure. */
 int ctl_append_generation_options(Ctl *ctl, sd_bus_message *call);
 /* Reads a whole file ("-": stdin), NUL-terminated. */

@@ -48,6 +48,8 @@ static void ctl_help(void)
                "      --temperature T  --top-k N  --top-p P  --min-p P  --repeat-penalty R  --seed N\n"
                "      --max-tokens N       0: until the model stops or the context is full\n"
                "      --stop TEXT          ends the answer; may be repeated\n"
+               "      --bad-word TEXT      never said; may be repeated\n"
+               "      --min-tokens N       no end before so many;  --no-repeat-ngram N: no N tokens twice in a row\n"
                "      --ignore-eos         go on after the model's end token\n"
                "  -f, --file FILE          read the prompt (run: the input) from a file; - is standard input\n"
                "  -s, --instructions TEXT  the system message (ask, chat)\n"
@@ -56,6 +58,13 @@ static void ctl_help(void)
                "      --stats              the usage on standard error\n"
                "  -i, --input NAME=VALUE   an input of the service (run); may be repeated\n"
                "      --spool FOLDER       run once for each file of the folder; answers go to FOLDER/done");
+    (void)puts("ask, several answers at once (printed when all are done, the best first)\n"
+               "      --beams N            beam search with N beams, 2 to 40\n"
+               "      --return N           so many answers, 1 to 20: the best beams, or without --beams so many draws\n"
+               "      --early-stopping W   false, true or never: when the search may end\n"
+               "      --length-penalty P   score = log-probability / length^P (default 1); above 0 favours long answers\n"
+               "      --sample             draw the beams (--temperature, --top-k, …) instead of taking the best\n"
+               "      --prompts FILE       one prompt a line, all in one call; - is standard input");
     (void)puts("others\n"
                "      --special            tokenize: special tokens in the text count as such\n"
                "  -o, --output FILE        trace: where to write (default leat-trace.json)\n"
@@ -67,10 +76,12 @@ static void ctl_help(void)
 enum {
     OPTION_USER = 256, OPTION_SYSTEM, OPTION_JSON, OPTION_NO_LEGEND, OPTION_TIMEOUT, OPTION_PRIORITY, OPTION_CACHE, OPTION_STOP,
     OPTION_IGNORE_EOS, OPTION_RAW, OPTION_IDS, OPTION_STATS, OPTION_SPOOL, OPTION_SPECIAL, OPTION_DURATION, OPTION_NPY, OPTION_VERSION,
+    OPTION_BEAMS, OPTION_RETURN, OPTION_EARLY_STOPPING, OPTION_LENGTH_PENALTY, OPTION_SAMPLE, OPTION_PROMPTS, OPTION_BAD_WORD,
     OPTION_SAMPLING, /* and the following ones, in the order of ctl_sampling_options */
 };
 
-static const char *const ctl_sampling_options[] = {"temperature", "top-k", "top-p", "min-p", "repeat-penalty", "seed", "max-tokens"};
+static const char *const ctl_sampling_options[] = {"temperature", "top-k", "top-p", "min-p", "repeat-penalty", "seed", "max-tokens",
+                                                   "min-tokens", "no-repeat-ngram"};
 
 static const struct option ctl_options[] = {
     {"model", required_argument, NULL, 'm'},
@@ -104,6 +115,15 @@ static const struct option ctl_options[] = {
     {"repeat-penalty", required_argument, NULL, OPTION_SAMPLING + 4},
     {"seed", required_argument, NULL, OPTION_SAMPLING + 5},
     {"max-tokens", required_argument, NULL, OPTION_SAMPLING + 6},
+    {"min-tokens", required_argument, NULL, OPTION_SAMPLING + 7},
+    {"no-repeat-ngram", required_argument, NULL, OPTION_SAMPLING + 8},
+    {"beams", required_argument, NULL, OPTION_BEAMS},
+    {"return", required_argument, NULL, OPTION_RETURN},
+    {"early-stopping", required_argument, NULL, OPTION_EARLY_STOPPING},
+    {"length-penalty", required_argument, NULL, OPTION_LENGTH_PENALTY},
+    {"sample", no_argument, NULL, OPTION_SAMPLE},
+    {"prompts", required_argument, NULL, OPTION_PROMPTS},
+    {"bad-word", required_argument, NULL, OPTION_BAD_WORD},
     {NULL, 0, NULL, 0},
 };
 
@@ -154,15 +174,15 @@ static int ctl_add_sampling(Ctl *ctl, const char *name, const char *value)
     return ctl_add_pair(&ctl->sampling, &ctl->n_sampling, name, value);
 }
 
-static int ctl_add_stop(Ctl *ctl, const char *text)
+static int ctl_add_text(const char ***texts, size_t *n, const char *text, const char *option)
 {
-    const char **grown = reallocarray(ctl->stops, ctl->n_stops + 1, sizeof(*grown));
+    const char **grown = reallocarray(*texts, *n + 1, sizeof(*grown));
 
     if (!grown)
         return ctl_fail(CTL_EXIT_FAILED, "out of memory");
-    ctl->stops = grown;
-    grown[ctl->n_stops++] = text;
-    return text[0] ? CTL_EXIT_DONE : ctl_fail(CTL_EXIT_USAGE, "--stop must not be empty");
+    *texts = grown;
+    grown[(*n)++] = text;
+    return text[0] ? CTL_EXIT_DONE : ctl_fail(CTL_EXIT_USAGE, "--%s must not be empty", option);
 }
 
 static int ctl_parse_seconds(const char *text, double *ret)
@@ -185,11 +205,41 @@ static int ctl_parse_timeout(Ctl *ctl, const char *text)
     return r;
 }
 
+/* Options of several answers; their values are checked when they are sent. */
+static int ctl_parse_several(Ctl *ctl, int option)
+{
+    switch (option) {
+    case OPTION_BEAMS:
+        ctl->beams = optarg;
+        break;
+    case OPTION_RETURN:
+        ctl->n_return = optarg;
+        break;
+    case OPTION_EARLY_STOPPING:
+        ctl->early_stopping = optarg;
+        break;
+    case OPTION_LENGTH_PENALTY:
+        ctl->length_penalty = optarg;
+        break;
+    case OPTION_SAMPLE:
+        ctl->sample = true;
+        break;
+    case OPTION_PROMPTS:
+        ctl->prompts_file = optarg;
+        break;
+    default:
+        return CTL_EXIT_USAGE;
+    }
+    return CTL_EXIT_DONE;
+}
+
 /* One option; `eval --ids FILE` takes its file from what follows. */
 static int ctl_parse_option(Ctl *ctl, int option)
 {
     if (option >= OPTION_SAMPLING)
         return ctl_add_sampling(ctl, ctl_sampling_options[option - OPTION_SAMPLING], optarg);
+    if (option >= OPTION_BEAMS && option <= OPTION_PROMPTS)
+        return ctl_parse_several(ctl, option);
     switch (option) {
     case 'm':
         ctl->model = optarg;
@@ -228,7 +278,9 @@ static int ctl_parse_option(Ctl *ctl, int option)
     case OPTION_CACHE:
         return ctl_add_cache(ctl, optarg);
     case OPTION_STOP:
-        return ctl_add_stop(ctl, optarg);
+        return ctl_add_text(&ctl->stops, &ctl->n_stops, optarg, "stop");
+    case OPTION_BAD_WORD:
+        return ctl_add_text(&ctl->bad_words, &ctl->n_bad_words, optarg, "bad-word");
     case OPTION_IGNORE_EOS:
         ctl->ignore_eos = true;
         break;
@@ -266,6 +318,7 @@ static void ctl_clear(Ctl *ctl)
     free(ctl->sampling);
     free(ctl->inputs);
     free(ctl->stops);
+    free(ctl->bad_words);
 }
 
 static int ctl_unknown_verb(const char *verb)

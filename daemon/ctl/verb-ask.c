@@ -80,8 +80,13 @@ int ctl_verb_ask(Ctl *ctl)
     json_t *messages = json_array();
     bool live = !ctl->json && !ctl->ids;
     size_t length;
-    int r = ctl_read_prompt(ctl, &prompt, &length);
+    int r;
 
+    if (ctl_wants_several(ctl)) {
+        json_decref(messages);
+        return ctl_ask_several(ctl);
+    }
+    r = ctl_read_prompt(ctl, &prompt, &length);
     if (ctl->system && ctl->raw && !r)
         r = ctl_fail(CTL_EXIT_USAGE, "--system has no meaning with --raw, which applies no template");
     if (ctl->system)

@@ -488,7 +488,9 @@ static const RandomMethod random_methods[] = {
 
 static const char *const random_texts[] = {"", "test", "small", "corrupt", "Hello", "ünïcödé \xf0\x9f\x8c\x8a", "<|im_end|>", "../../etc/passwd", "nobody"};
 static const char *const random_keys[] = {"max-tokens", "temperature", "top-k", "top-p", "min-p", "repeat-penalty", "seed", "stop", "priority", "cache",
-                                          "raw", "ids", "want-ids", "ignore-eos", "deadline-usec", "parse-special", "ids-format", "nonsense"};
+                                          "raw", "ids", "want-ids", "ignore-eos", "deadline-usec", "parse-special", "ids-format", "nonsense",
+                                          "min-tokens", "no-repeat-ngram", "bad-words", "do-sample", "num-beams", "num-return-sequences",
+                                          "early-stopping", "length-penalty", "prompts"};
 
 static const char *random_text(uint64_t *seed)
 {

@@ -17,6 +17,10 @@ void unknown_things_have_their_error(void **state);
 void a_prompt_by_descriptor_is_the_prompt(void **state);
 void a_service_is_invoked_with_its_inputs(void **state);
 void a_damaged_model_is_an_error_and_harms_nobody(void **state);
+void ask_for_beams_answers_with_every_sequence_and_its_score(void **state);
+void ask_for_several_prompts_answers_each(void **state);
+void wrong_values_of_beam_options_are_refused_by_name_value_and_range(void **state);
+void a_stream_refuses_several_sequences_by_name(void **state);
 
 /* To be called first by main(): the program runs itself as a client that can be killed.  -1: this is no such run. */
 int case_client(int argc, char **argv);
@@ -29,4 +33,7 @@ int case_client(int argc, char **argv);
         cmocka_unit_test(unload_during_a_generation_keeps_the_daemon), cmocka_unit_test(a_broken_reload_keeps_the_old_configuration),      \
         cmocka_unit_test(unknown_things_have_their_error), cmocka_unit_test(a_prompt_by_descriptor_is_the_prompt),                         \
         cmocka_unit_test(a_service_is_invoked_with_its_inputs), cmocka_unit_test(a_damaged_model_is_an_error_and_harms_nobody),            \
+        cmocka_unit_test(ask_for_beams_answers_with_every_sequence_and_its_score), cmocka_unit_test(ask_for_several_prompts_answers_each), \
+        cmocka_unit_test(wrong_values_of_beam_options_are_refused_by_name_value_and_range),                                               \
+        cmocka_unit_test(a_stream_refuses_several_sequences_by_name),                                                                     \
         cmocka_unit_test(a_thousand_random_calls_leave_the_daemon_alive)

@@ -23,6 +23,7 @@ struct FakeJob {
     size_t n_prompt, at;
     uint32_t max_tokens, n_output;
     bool paused, cancelled, want_ids, is_load, told;
+    uint32_t n_prompts, n_sequences; /* n_sequences 0: one text that grows */
     int fd;
 };
 
@@ -97,8 +98,33 @@ EngineEvent *engine_event_free(EngineEvent *event)
     free(event->text);
     free(event->ids);
     free(event->json);
+    for (size_t i = 0; i < event->n_sequences; i++) {
+        free(event->sequences[i].text);
+        free(event->sequences[i].ids);
+    }
+    free(event->sequences);
     free(event); /* the first member of a FakeEvent */
     return NULL;
+}
+
+/* Sequence i of prompt p is "p.i", with score -i. */
+static void fake_sequences(EngineEvent *event, const FakeJob *job)
+{
+    event->sequences = calloc(job->n_prompts * job->n_sequences, sizeof(*event->sequences));
+    assert(event->sequences);
+    for (uint32_t p = 0; p < job->n_prompts; p++)
+        for (uint32_t i = 0; i < job->n_sequences; i++) {
+            EngineSequence *s = &event->sequences[event->n_sequences++];
+
+            *s = (EngineSequence){.prompt = p, .score = -(float)i, .n_tokens = 1, .stop_reason = "length", .text = malloc(32)};
+            assert(s->text);
+            s->text_length = (size_t)snprintf(s->text, 32, "%u.%u", p, i);
+            if (job->want_ids) {
+                s->ids = calloc(1, sizeof(int32_t));
+                assert(s->ids);
+                s->ids[0] = (int32_t)i;
+            }
+        }
 }
 
 static void fake_finish(Engine *engine, FakeJob **place, EngineResult result, const char *reason)
@@ -116,6 +142,8 @@ static void fake_finish(Engine *engine, FakeJob **place, EngineResult result, co
     }
     (void)snprintf(event->usage.stop_reason, sizeof(event->usage.stop_reason), "%s", reason);
     (void)snprintf(event->usage.device, sizeof(event->usage.device), "fake");
+    if (result == ENGINE_RESULT_DONE && job->n_sequences > 0)
+        fake_sequences(event, job);
     for (FakeSession *s = engine->sessions; s; s = s->next)
         if (job->session && s->id == job->session)
             s->length = event->usage.prompt_tokens + job->n_output;
@@ -208,6 +236,8 @@ static bool fake_step(Engine *engine, FakeJob **place, uint64_t now)
         (void)!write(job->fd, "npy", 3);
         fake_finish(engine, place, ENGINE_RESULT_DONE, "stop");
     } else if (job->n_output >= job->max_tokens)
+        fake_finish(engine, place, ENGINE_RESULT_DONE, "length");
+    else if (job->n_sequences > 0)
         fake_finish(engine, place, ENGINE_RESULT_DONE, "length");
     else {
         if (!job->told)
@@ -356,6 +386,9 @@ int engine_generate(Engine *engine, const EngineRequest *request, uint64_t *ret_
     job->max_tokens = request->sampling.max_tokens ? request->sampling.max_tokens : UINT32_MAX;
     job->deadline_usec = request->deadline_usec;
     job->want_ids = request->want_ids;
+    job->n_prompts = MAX((uint32_t)request->n_prompts, 1u);
+    if (request->prompts || request->sampling.num_beams > 1 || request->sampling.num_return_sequences > 1)
+        job->n_sequences = MAX(request->sampling.num_return_sequences, 1u);
     return fake_job_start(engine, job, ret_job);
 }
 
