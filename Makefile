@@ -139,7 +139,21 @@ $(BUILD)/tests/bus/test-bus-protocol $(BUILD)/tests/bus/test-bus-policy: | $(BUI
 $(BUILD)/tests/bus/test-bus-daemon: | $(BUILD)/leatd
 
 .PHONY: tests
-tests: $(UNIT_TESTS) $(PARITY_TESTS) $(BUS_TESTS)
+tests: $(UNIT_TESTS) $(PARITY_TESTS) $(BUS_TESTS) sim
+
+# The simulated small GPU (tests/sim/README.md): a layer for the OpenCL loader, of no use to the programs themselves.
+SIM         := $(BUILD)/tests/sim/libclsim.so
+sim_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/sim/*.c)))
+$(sim_objects): private OPT += -fPIC -fvisibility=hidden
+
+$(SIM): $(sim_objects)
+	$(call say,LINK,$@)
+	$(Q)$(CC) $(ALL_LDFLAGS) -shared -Wl,-soname,libclsim.so -o $@ $^ -ldl -lm -lpthread
+
+.PHONY: sim
+sim: $(SIM)
+
+$(filter $(BUILD)/tests/parity/test-sim-%,$(PARITY_TESTS)): | $(SIM)
 
 # make test T=kv-codec F='*odd*' runs one program, one pattern; no match is a failure.
 .PHONY: test
