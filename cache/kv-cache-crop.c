@@ -11,7 +11,7 @@
 
 static bool is_packed(const KvSection *section)
 {
-    return section->sizes->attend.form.kind == KV_FORM_LEAT;
+    return kv_form_is_coded(section->sizes->attend.form);
 }
 
 /* ---- tails read back from pages ----------------------------------------------------------------------------------------- */
@@ -211,7 +211,8 @@ int kv_cache_recover(KvCache *cache, uint32_t end, ErrorDetail *reterr)
     KvPast *past = cache->past;
 
     for (uint32_t s = 0; s < cache->store->sizes.n_sections; s++) {
-        uint32_t from = MIN(end > KV_TAIL_TOKENS ? end - KV_TAIL_TOKENS : 0, past->length);
+        uint32_t ring = kv_ring_tokens(cache->store->sections[s].sizes->attend.form);
+        uint32_t from = MIN(end > ring ? end - ring : 0, past->length);
 
         past->sections[s].tail_from = MAX(past->sections[s].tail_from, from);
     }

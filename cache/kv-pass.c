@@ -369,6 +369,7 @@ static void pass_end(KvPass *pass)
 /* Pages that the pass wrote are now the section's past. */
 static void commit_section(const KvStore *store, uint32_t s, KvPast *past, uint32_t n_tokens)
 {
+    uint32_t ring = kv_ring_tokens(store->sections[s].sizes->attend.form);
     KvSectionPast *section = &past->sections[s];
 
     for (uint32_t b = past->length / KV_PAGE_TOKENS / KV_BLOCK_PAGES; b < section->n_blocks; b++)
@@ -376,8 +377,8 @@ static void commit_section(const KvStore *store, uint32_t s, KvPast *past, uint3
             section->blocks[b]->serial = store->serial;
             section->blocks[b]->write_serial = 0;
         }
-    if (past->length + n_tokens > KV_TAIL_TOKENS)
-        section->tail_from = MAX(section->tail_from, past->length + n_tokens - KV_TAIL_TOKENS);
+    if (past->length + n_tokens > ring)
+        section->tail_from = MAX(section->tail_from, past->length + n_tokens - ring);
 }
 
 int kv_pass_commit(KvPass *pass)

@@ -30,8 +30,7 @@ KvStrategy kv_strategy_from_string(const char *name)
 KvPolicy kv_policy_preset(KvStrategy strategy, bool exact)
 {
     /* Two slots are the least that overlap a copy with compute; K is the more sensitive side (README, bits against KLD). */
-    const KvForm plain = {.kind = exact ? KV_FORM_F32 : KV_FORM_F16};
-    const KvForm packed = {.kind = KV_FORM_LEAT, .k_bits = 5, .v_bits = 4};
+    const KvForm plain = kv_form_default(exact ? KV_FORM_F32 : KV_FORM_F16), packed = kv_form_default(KV_FORM_LEAT);
     KvPolicy policy = {.strategy = strategy, .form = plain, .n_slots = 2};
 
     switch (strategy) {

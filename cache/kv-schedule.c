@@ -41,6 +41,7 @@ int kv_schedule_init(KvSchedule *schedule, const KvSectionSizes *sizes, bool nex
         .max_items = sizes->max_loads / sizes->max_blocks,
         .max_blocks = sizes->max_blocks,
         .tile_blocks = sizes->tile_blocks,
+        .form = sizes->attend.form,
         .direct = sizes->direct,
         .next = next,
     };
@@ -72,7 +73,7 @@ static uint32_t find_load(const KvSchedule *schedule, uint32_t item, uint32_t in
 
 static void item_loads(KvSchedule *schedule, const KvScheduleItem *item, uint32_t i)
 {
-    uint32_t visible = kv_packed_pages(item->length + item->n_tokens - 1);
+    uint32_t visible = kv_packed_pages(schedule->form, item->length + item->n_tokens - 1);
     uint32_t home = MIN(item->length / KV_PAGE_TOKENS, visible);
     uint32_t n_blocks = (visible + KV_BLOCK_PAGES - 1) / KV_BLOCK_PAGES;
 
@@ -138,7 +139,7 @@ static void item_groups(KvSchedule *schedule, const KvScheduleItem *item, uint32
             .row0 = (int32_t)(row0 + done),
             .n_rows = (int32_t)n,
             .pos0 = (int32_t)position,
-            .n_packed = (int32_t)kv_packed_pages(position),
+            .n_packed = (int32_t)kv_packed_pages(schedule->form, position),
             .tail_slot = (int32_t)item->tail_slot,
             .new_start = (int32_t)item->length,
             .new_row0 = (int32_t)row0,

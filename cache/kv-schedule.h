@@ -45,6 +45,7 @@ typedef struct KvHomeward {
 typedef struct KvSchedule {
     /* limits */
     uint32_t max_items, max_blocks, tile_blocks;
+    KvForm form; /* whose tail says what is seen packed */
     bool direct;
     bool next; /* of the pass after the one in progress: what that writes is at home by then */
     /* contents */
@@ -71,11 +72,3 @@ void kv_schedule_deinit(KvSchedule *schedule);
 /* Loads and tiles; then groups, packs, refs and spans as well. */
 void kv_schedule_tiles(KvSchedule *schedule, const KvScheduleItem *items, uint32_t n_items);
 void kv_schedule_build(KvSchedule *schedule, const KvScheduleItem *items, uint32_t n_items);
-
-/* Leading pages that a query at a position sees packed. */
-static inline uint32_t kv_packed_pages(uint32_t position)
-{
-    uint32_t page = position / KV_PAGE_TOKENS;
-
-    return page > 0 ? page - 1 : 0;
-}

@@ -54,16 +54,11 @@ static bool same_frequencies(const AttendOptions *a, const AttendOptions *b)
             memcmp(a->inv_freq, b->inv_freq, a->shape.rotary_dim / 2 * sizeof(float)) == 0);
 }
 
-static bool same_form(const KvForm *a, const KvForm *b)
-{
-    return a->kind == b->kind && a->k_bits == b->k_bits && a->v_bits == b->v_bits;
-}
-
 static bool same_section(const KvSectionSizes *a, const KvSectionSizes *b)
 {
     const KvShape *x = &a->attend.shape, *y = &b->attend.shape;
 
-    return a->kind == b->kind && a->home == b->home && same_form(&a->attend.form, &b->attend.form) &&
+    return a->kind == b->kind && a->home == b->home && kv_form_equal(&a->attend.form, &b->attend.form) &&
            x->n_heads == y->n_heads && x->n_kv_heads == y->n_kv_heads && x->head_dim == y->head_dim &&
            x->rotary_dim == y->rotary_dim && a->attend.scale == b->attend.scale && same_frequencies(&a->attend, &b->attend);
 }
@@ -163,12 +158,14 @@ static int section_basics(const GpuInfo *info, const KvSizes *sizes, KvSectionSi
     section->max_blocks = (sizes->policy.max_cache_tokens + KV_BLOCK_TOKENS - 1) / KV_BLOCK_TOKENS;
     /* n rows that start anywhere in a page touch at most (n + 62) / 32 pages, and complete at most (n + 31) / 32. */
     section->max_groups = (uint32_t)MIN(rows, (62 * items + rows) / KV_PAGE_TOKENS);
-    section->max_packs = (uint32_t)MAX((uint64_t)2, (31 * items + rows) / KV_PAGE_TOKENS); /* a refill after a crop needs two */
+    /* A refill after a crop needs the pages of a ring. */
+    section->max_packs = (uint32_t)MAX((uint64_t)kv_ring_tokens(section->attend.form) / KV_PAGE_TOKENS, (31 * items + rows) / KV_PAGE_TOKENS);
     section->block_layer_bytes = (uint64_t)KV_BLOCK_PAGES * section->layout.page_bytes;
     section->block_bytes = section->block_layer_bytes * section->n_planes;
-    section->tail_layer_bytes = 2 * (KV_TAIL_TOKENS + KV_SINK_TOKENS) * values * (section->attend.tail_bits / 8);
+    section->tail_layer_bytes = 2 * (uint64_t)(kv_ring_tokens(section->attend.form) + section->attend.form.sink_tokens) * values *
+                                (section->attend.tail_bits / 8);
     section->tail_layer_bytes = (section->tail_layer_bytes + 63) & ~(uint64_t)63;
-    section->calibration_layer_bytes = (2 * values * sizeof(float) + 63) & ~(uint64_t)63;
+    section->calibration_layer_bytes = (kv_constants_floats(shape) * sizeof(float) + 63) & ~(uint64_t)63;
     return 0;
 }
 

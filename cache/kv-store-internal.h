@@ -136,8 +136,7 @@ void kv_past_drop_checkpoint(KvPast *past, uint32_t index);
 /* The lowest position that a sequence of this length needs in full precision, to go on. */
 static inline uint32_t kv_needed_from(const KvSection *section, uint32_t length)
 {
-    (void)section;
-    return kv_packed_pages(length) * KV_PAGE_TOKENS;
+    return kv_packed_pages(section->sizes->attend.form, length) * KV_PAGE_TOKENS;
 }
 
 static inline uint32_t kv_blocks_of(uint32_t length)

@@ -94,22 +94,17 @@ void kv_store_unreserve(KvStore *store)
 
 /* ---- construction --------------------------------------------------------------------------------------------------------- */
 
-/* Means of the section's layers, plane by plane: K, then V. */
+/* Constants of the section's layers, plane by plane. */
 static void gather_calibration(const KvStore *store, uint32_t s, const KvModel *model, uint8_t *memory)
 {
     const KvSectionSizes *sizes = store->sections[s].sizes;
-    size_t bytes = (size_t)sizes->attend.shape.n_kv_heads * sizes->attend.shape.head_dim * sizeof(float);
 
-    for (uint32_t l = 0; model->calibration && l < model->n_layers; l++) {
+    for (uint32_t l = 0; l < model->n_layers; l++) {
         const KvLayerPlace *place = &store->sizes.layers[l];
-        uint8_t *to = memory + place->plane * sizes->calibration_layer_bytes;
 
-        if (place->section != s || place->owner != l)
-            continue;
-        if (model->calibration[l].k_mean)
-            memcpy(to, model->calibration[l].k_mean, bytes);
-        if (model->calibration[l].v_mean)
-            memcpy(to + bytes, model->calibration[l].v_mean, bytes);
+        if (place->section == s && place->owner == l)
+            kv_constants_fill(sizes->attend.form, &sizes->attend.shape, model->calibration ? &model->calibration[l] : NULL,
+                              (float *)(void *)(memory + place->plane * sizes->calibration_layer_bytes));
     }
 }
 

@@ -38,8 +38,8 @@ typedef struct Attend {
 int attend_choose(const GpuInfo *info, const AttendOptions *options, AttendKernels *ret, KvLayout *ret_layout, ErrorDetail *reterr);
 int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSizes *ret, ErrorDetail *reterr);
 uint32_t attend_operand_floats(const AttendOptions *options, const KvLayout *layout);
-/* Rotary pairs rounded up to whole vectors. */
-uint32_t attend_rotary_pad(const KvShape *shape);
+/* Rotary pairs of the mean that turns with the keys, rounded up to whole vectors: 0 when there is none. */
+uint32_t attend_rotary_pad(const AttendOptions *options);
 
 /* Pairs from here on turn by at most a quarter radian in ATTEND_NODE_TOKENS tokens. */
 uint32_t attend_n_fast(const AttendOptions *options);

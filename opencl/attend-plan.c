@@ -9,18 +9,11 @@
 
 #define VECTOR_DIMS 16
 
-/* Integer kernels keep one accumulator per group of scales: head sizes whose nibble halves are whole groups. */
-static bool integer_head_dim(uint32_t head_dim)
-{
-    return head_dim <= KV_GROUP_DIMS || head_dim % (2 * KV_GROUP_DIMS) == 0;
-}
-
 static AttendKernels best_kernels(const GpuInfo *info, const AttendOptions *options)
 {
     if (info->simd == GPU_SIMD_PORTABLE)
         return ATTEND_KERNELS_LANES;
-    if (options->exact || options->form.kind != KV_FORM_LEAT || !integer_head_dim(options->shape.head_dim) ||
-        info->simd < GPU_SIMD_AVX512BW)
+    if (options->exact || options->form.group_dims == 0 || info->simd < GPU_SIMD_AVX512BW)
         return ATTEND_KERNELS_VECTORS;
     return info->simd >= GPU_SIMD_AVX512VNNI ? ATTEND_KERNELS_VNNI : ATTEND_KERNELS_BW;
 }
@@ -57,9 +50,15 @@ int attend_choose(const GpuInfo *info, const AttendOptions *options, AttendKerne
     return 0;
 }
 
-uint32_t attend_rotary_pad(const KvShape *shape)
+/* Rotary pairs of the mean that turns. */
+static uint32_t mean_pairs(const AttendOptions *options)
 {
-    return (shape->rotary_dim / 2 + VECTOR_DIMS - 1) / VECTOR_DIMS * VECTOR_DIMS;
+    return options->form.centre == KV_CENTRE_BEFORE_ROPE ? options->shape.rotary_dim / 2 : 0;
+}
+
+uint32_t attend_rotary_pad(const AttendOptions *options)
+{
+    return (mean_pairs(options) + VECTOR_DIMS - 1) / VECTOR_DIMS * VECTOR_DIMS;
 }
 
 /* OP_FLOATS of attend-common.cl. */
@@ -67,9 +66,9 @@ uint32_t attend_operand_floats(const AttendOptions *options, const KvLayout *lay
 {
     uint32_t n;
 
-    if (options->form.kind != KV_FORM_LEAT)
+    if (!kv_form_is_coded(options->form))
         return options->shape.head_dim;
-    n = 2 * options->shape.head_dim + 2 * attend_rotary_pad(&options->shape) + 1 + 2 * layout->n_groups;
+    n = 2 * options->shape.head_dim + 2 * attend_rotary_pad(options) + 1 + 2 * layout->k_groups;
     return (n + VECTOR_DIMS - 1) / VECTOR_DIMS * VECTOR_DIMS;
 }
 
@@ -86,8 +85,8 @@ static int product(uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t *ret
 int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSizes *ret, ErrorDetail *reterr)
 {
     const KvShape *shape = &options->shape;
-    bool leat = options->form.kind == KV_FORM_LEAT, integer = kernels >= ATTEND_KERNELS_BW;
-    uint32_t state_bytes = (shape->head_dim + 2) * (uint32_t)sizeof(float), pad = attend_rotary_pad(shape);
+    bool integer = kernels >= ATTEND_KERNELS_BW;
+    uint32_t state_bytes = (shape->head_dim + 2) * (uint32_t)sizeof(float), pad = attend_rotary_pad(options);
     AttendSizes sizes = {0};
     KvLayout layout;
     int r;
@@ -102,9 +101,9 @@ int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSize
         r = product(options->max_rows, 2 * (uint64_t)shape->n_kv_heads, shape->head_dim, options->tail_bits / 8, &sizes.kept);
     if (!r)
         r = product(options->max_refs, shape->n_heads, state_bytes, 1, &sizes.partials);
-    if (!r && leat && pad)
+    if (!r && pad)
         r = product(options->max_pages, 2, pad, sizeof(float), &sizes.page_angles);
-    if (!r && leat && pad)
+    if (!r && pad)
         sizes.places = (2 * (uint64_t)pad * (KV_PAGE_TOKENS + ATTEND_NODES) + 4 * ATTEND_NODE_TOKENS) * sizeof(float);
     if (!r && integer)
         r = product(ATTEND_TILE_GROUPS_MAX, 2, (uint64_t)KV_BLOCK_PAGES * KV_PAGE_TOKENS, shape->head_dim, &sizes.scratch);
@@ -134,7 +133,7 @@ int attend_device_bytes(const GpuInfo *info, const AttendOptions *options, uint6
 /* (max_pages, 2, pad): cos, sin of pair f at position 32 page + 15.5; padding is cos 0, whatever (its coefficients are zero). */
 void attend_fill_page_angles(const AttendOptions *options, float *ret)
 {
-    uint32_t pad = attend_rotary_pad(&options->shape);
+    uint32_t pad = attend_rotary_pad(options);
 
     for (uint32_t page = 0; page < options->max_pages; page++)
         for (uint32_t f = 0; f < pad; f++) {
@@ -148,7 +147,7 @@ void attend_fill_page_angles(const AttendOptions *options, float *ret)
 
 uint32_t attend_n_fast(const AttendOptions *options)
 {
-    uint32_t n = options->shape.rotary_dim / 2;
+    uint32_t n = mean_pairs(options);
 
     while (n > 0 && fabsf(options->inv_freq[n - 1]) * ATTEND_NODE_TOKENS <= 0.25f)
         n--;
@@ -158,7 +157,7 @@ uint32_t attend_n_fast(const AttendOptions *options)
 /* cos and sin of pair f at @n points @step tokens apart, the first at @first: (pad, 2, n). */
 static float *fill_angles(const AttendOptions *options, double first, double step, uint32_t n, float *to)
 {
-    for (uint32_t f = 0; f < attend_rotary_pad(&options->shape); f++, to += 2 * n)
+    for (uint32_t f = 0; f < attend_rotary_pad(options); f++, to += 2 * n)
         for (uint32_t i = 0; i < n; i++) {
             double turn = f < options->shape.rotary_dim / 2 ? options->inv_freq[f] : 0;
 

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #define TABLE_TIMEOUT_USEC 30000000
+#define NO_GROUPS          65536u /* GROUP_DIMS of a form without groups: all dims are in the first */
 
 Attend *attend_free(Attend *attend)
 {
@@ -33,10 +34,12 @@ Attend *attend_free(Attend *attend)
     return NULL;
 }
 
-/* All query heads of a KV head up to four, else even shares of at most four. */
-static uint32_t choose_columns(const KvShape *shape)
+/* All query heads of a KV head up to four, else even shares of at most four; fewer when there are many groups of V scales, each with
+ * weights of its own: a work-group has 16 KiB of local memory for them. */
+static uint32_t choose_columns(const Attend *attend)
 {
-    uint32_t n_rep = shape->n_heads / shape->n_kv_heads, n_shares = (n_rep + 3) / 4;
+    uint32_t n_rep = attend->options.shape.n_heads / attend->options.shape.n_kv_heads;
+    uint32_t most = MIN(MAX(16 / MAX(attend->layout.v_groups, 1u), 1u), 4u), n_shares = (n_rep + most - 1) / most;
 
     return (n_rep + n_shares - 1) / n_shares;
 }
@@ -47,14 +50,17 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
     const AttendOptions *o = &attend->options;
     const KvLayout *l = &attend->layout;
     bool lanes = attend->kernels == ATTEND_KERNELS_LANES;
-    int form = o->form.kind == KV_FORM_F32 ? 0 : o->form.kind == KV_FORM_F16 ? 1 : 2, n;
+    int n;
 
     n = snprintf(buffer, size,
-                 "-DHEAD_DIM=%u -DN_HEADS=%u -DN_KV=%u -DROT_HALF=%u -DFORM=%d -DK_BITS=%u -DV_BITS=%u -DN_GROUPS=%u -DTAIL_BITS=%u "
+                 "-DHEAD_DIM=%u -DN_HEADS=%u -DN_KV=%u -DROT_HALF=%u -DFORM=%d -DK_BITS=%u -DV_BITS=%u -DGROUP_DIMS=%u -DK_GROUPS=%u "
+                 "-DV_GROUPS=%u -DCENTRE=%d -DPAIR_SCALE=%d -DROTATE=%d -DPLAIN_LEVELS=%d -DSINK_TOKENS=%u -DTAIL_TOKENS=%u -DTAIL_BITS=%u "
                  "-DRECORD_BYTES=%u -DPAGE_BYTES=%u -DK_HIGH=%u -DV_OFFSET=%u -DV_HIGH=%u -DK_SCALE=%u -DV_SCALE=%u "
                  "-DSCORE_SCALE=as_float(0x%08xu) -DLANES=%d -DW=%d -DCOLS=%u -DN_FAST=%u -DINTEGER=%d -DVNNI=%d",
-                 o->shape.head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, form, o->form.k_bits,
-                 o->form.v_bits, l->n_groups, o->tail_bits, l->record_bytes, l->page_bytes, l->k_high_offset, l->v_offset,
+                 o->shape.head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, (int)o->form.kind, o->form.k_bits,
+                 o->form.v_bits, o->form.group_dims ? o->form.group_dims : NO_GROUPS, l->k_groups, l->v_groups, (int)o->form.centre,
+                 o->form.pair_scale, o->form.rotation == KV_ROTATION_HADAMARD, o->form.levels == KV_LEVELS_PLAIN, o->form.sink_tokens,
+                 kv_ring_tokens(o->form), o->tail_bits, l->record_bytes, l->page_bytes, l->k_high_offset, l->v_offset,
                  l->v_high_offset, l->k_scale_offset, l->v_scale_offset, float_to_bits((float)(o->scale * M_LOG2E)),
                  lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, attend->columns, attend->n_fast, attend->kernels >= ATTEND_KERNELS_BW,
                  attend->kernels == ATTEND_KERNELS_VNNI);
@@ -63,8 +69,8 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
 
 static int build_kernels(Attend *attend, ErrorDetail *reterr)
 {
-    static const char *const sources[] = {"attend-common.cl", "attend-prepare.cl", "attend-pack.cl", "attend-block.cl",
-                                          "attend-tile.cl",   "attend-tile-x86.cl", "attend-walk.cl", "attend-finish.cl"};
+    static const char *const sources[] = {"attend-common.cl", "attend-prepare.cl", "attend-group.cl",    "attend-pack.cl",  "attend-block.cl",
+                                          "attend-tile.cl",   "attend-tile-x86.cl", "attend-walk.cl",    "attend-finish.cl"};
     struct {
         const char *name;
         GpuKernel **kernel;
@@ -74,7 +80,7 @@ static int build_kernels(Attend *attend, ErrorDetail *reterr)
         {"attend_refill", &attend->refill},
     };
     GpuProgram *program;
-    char options[768];
+    char options[1024];
     int r;
 
     r = format_options(attend, options, sizeof(options));
@@ -82,7 +88,7 @@ static int build_kernels(Attend *attend, ErrorDetail *reterr)
         return error_trace(r);
     r = gpu_program_get(attend->gpu, sources, N_ELEMENTS(sources), options, &program, reterr);
     for (size_t i = 0; !r && i < N_ELEMENTS(kernels); i++)
-        if (kernels[i].kernel != &attend->refill || attend->options.form.kind != KV_FORM_LEAT)
+        if (kernels[i].kernel != &attend->refill || !kv_form_is_coded(attend->options.form))
             r = gpu_kernel_new(program, kernels[i].name, kernels[i].kernel, reterr);
     return r;
 }
@@ -153,7 +159,7 @@ int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail
         r = attend_sizes(options, attend->kernels, &attend->sizes, reterr);
     if (r)
         return r;
-    attend->columns = choose_columns(&options->shape);
+    attend->columns = choose_columns(attend);
     attend->n_fast = attend_n_fast(options);
     attend->blocks_per_launch = choose_blocks_per_launch(gpu_info(gpu), &options->shape);
     r = build_kernels(attend, reterr);

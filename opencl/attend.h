@@ -6,7 +6,7 @@
  *
  * A *row* is one new token of one sequence.  A *group* is 1 to KV_PAGE_TOKENS rows with consecutive positions inside one
  * aligned page of one sequence; all its queries see the same border: pages [0, n_packed) packed, everything after in
- * full precision, n_packed = max(0, pos / KV_PAGE_TOKENS - 1).  The first KV_SINK_TOKENS tokens are masked out of page 0 and
+ * full precision, n_packed = kv_packed_pages(form, pos).  The form's first sink_tokens tokens are masked out of page 0 and
  * read in full precision, when n_packed > 0.
  *
  * The unit of summation is a *block* of KV_BLOCK_PAGES pages.  Its partial result (m, l, acc) starts fresh and depends on the
@@ -18,16 +18,14 @@
  * Buffers, in elements of the stated type:
  *   qkv    f32 (n_rows, (n_heads + 2 n_kv_heads) * head_dim): q heads, then k heads, then v heads, before RoPE
  *   new    one layer's new keys and values after RoPE, f16 or f32 (tail_bits): K (n_rows, n_kv_heads, head_dim), then V
- *   tail   per layer of one tail slot: ring of KV_TAIL_TOKENS tokens (slot = position % KV_TAIL_TOKENS), then KV_SINK_TOKENS
- *          sinks: K (KV_TAIL_TOKENS + KV_SINK_TOKENS, n_kv_heads, head_dim), then V the same
+ *   tail   per layer of one tail slot: ring of kv_ring_tokens(form) tokens (slot = position % ring), then the form's sinks:
+ *          K (ring + sinks, n_kv_heads, head_dim), then V the same
  *   state  f32 (n_rows, n_heads, head_dim + 2)
  *   out    f32 (n_rows, n_heads * head_dim)
  */
 
 #include "opencl/gpu.h"
 #include "quant/kv-codec.h"
-
-#define KV_TAIL_TOKENS (2 * KV_PAGE_TOKENS)
 
 /* int32 records that the host writes into step-input buffers; layer independent. */
 typedef struct AttendGroup {
@@ -113,7 +111,7 @@ typedef struct AttendPass {
 
 /* One layer's buffers. */
 typedef struct AttendLayer {
-    const GpuBuffer *calibration;  /* f32 K mean (n_kv_heads, head_dim), then V mean; zeros when not calibrated */
+    const GpuBuffer *calibration;  /* f32: kv_constants_fill() of quant/kv-codec.h */
     uint64_t calibration_offset;   /* bytes */
     GpuBuffer *tail;
     uint64_t tail_offset;          /* bytes of this layer inside a tail slot */
@@ -143,7 +141,7 @@ int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer
                 GpuEvent **ret_event);
 /* Tail and sinks, normalisation, inverse rotation: writes @out. */
 int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *layer, GpuBuffer *out);
-/* Copies the pass's new keys and values into the tail ring (the last KV_TAIL_TOKENS positions of each sequence) and the sinks;
+/* Copies the pass's new keys and values into the tail ring (the last kv_ring_tokens() positions of each sequence) and the sinks;
  * after attend_finish() of this layer, which has already done it for sequences of one group: it may launch nothing. */
 int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *layer);
 /* Fills tail ring positions from an unpacked form's pages (f16, f32): after a crop, or into another slot.  One AttendPack a page to

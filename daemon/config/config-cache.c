@@ -78,55 +78,9 @@ static int cache_set_device_budget(ConfigCache *cache, const char *text, ErrorDe
     return r;
 }
 
-static int cache_set_backend(ConfigCache *cache, const char *text, ErrorDetail *reterr)
-{
-    static const char *const words[] = {"leat"};
-    size_t index;
-
-    (void)cache;
-    return config_value_word(text, words, N_ELEMENTS(words), &index, reterr);
-}
-
-static int cache_parse_bits(const char *text, uint8_t *ret, ErrorDetail *reterr)
-{
-    static const char *const words[] = {"8", "5", "4"};
-    static const uint8_t bits[] = {8, 5, 4};
-    size_t index;
-    int r = config_value_word(text, words, N_ELEMENTS(words), &index, reterr);
-
-    if (!r)
-        *ret = bits[index];
-    return r;
-}
-
-static int cache_set_nbits_key(ConfigCache *cache, const char *text, ErrorDetail *reterr)
-{
-    int r = cache_parse_bits(text, &cache->nbits_key, reterr);
-
-    if (!r)
-        cache->has_nbits_key = true;
-    return r;
-}
-
-static int cache_set_nbits_value(ConfigCache *cache, const char *text, ErrorDetail *reterr)
-{
-    int r = cache_parse_bits(text, &cache->nbits_value, reterr);
-
-    if (!r)
-        cache->has_nbits_value = true;
-    return r;
-}
-
-static int cache_set_nbits(ConfigCache *cache, const char *text, ErrorDetail *reterr)
-{
-    int r = cache_set_nbits_key(cache, text, reterr);
-
-    return r ? r : cache_set_nbits_value(cache, text, reterr);
-}
-
 typedef int (*CacheSetter)(ConfigCache *cache, const char *text, ErrorDetail *reterr);
 
-/* The names as in YAML; those with "quant." stand in a `quant:` mapping there. */
+/* The names as in YAML; those of config-quant.h stand in a `quant:` mapping there. */
 static const struct {
     const char *name;
     CacheSetter set;
@@ -137,31 +91,47 @@ static const struct {
     {"transfer", cache_set_transfer},
     {"host-memory", cache_set_host_memory},
     {"device-budget", cache_set_device_budget},
-    {"quant.backend", cache_set_backend},
-    {"quant.nbits", cache_set_nbits},
-    {"quant.nbits_key", cache_set_nbits_key},
-    {"quant.nbits_value", cache_set_nbits_value},
 };
+#define MAX_NAMES 40
+
+/* All names that a key may have. */
+static size_t cache_names(const char *ret[MAX_NAMES])
+{
+    size_t n = 0;
+
+    for (size_t i = 0; i < N_ELEMENTS(cache_keys); i++)
+        ret[n++] = cache_keys[i].name;
+    for (size_t i = 0; i < config_quant_n_names && n < MAX_NAMES; i++)
+        ret[n++] = config_quant_names[i];
+    return n;
+}
+
+static int cache_set_known(ConfigCache *cache, const char *name, const char *value, ErrorDetail *reterr)
+{
+    for (size_t i = 0; i < N_ELEMENTS(cache_keys); i++)
+        if (strcmp(cache_keys[i].name, name) == 0)
+            return cache_keys[i].set(cache, value, reterr);
+    return config_quant_set(&cache->quant, name + strlen("quant."), value, reterr);
+}
 
 int config_cache_set(ConfigCache *cache, const char *key, const char *value, ErrorDetail *reterr)
 {
-    const char *names[N_ELEMENTS(cache_keys)], *nearest;
+    const char *names[MAX_NAMES], *nearest;
+    size_t n_names = cache_names(names);
 
-    for (size_t i = 0; i < N_ELEMENTS(cache_keys); i++) {
-        const char *name = cache_keys[i].name;
-        bool in_quant = !strncmp(name, "quant.", 6);
+    for (size_t i = 0; i < n_names; i++) {
+        bool in_quant = !strncmp(names[i], "quant.", 6);
 
-        names[i] = name;
         /* "nbits_key" alone is clear enough on a command line. */
-        if (!strcmp(key, name) || (in_quant && !strcmp(key, name + 6))) {
-            int r = cache_keys[i].set(cache, value, reterr);
+        if (!strcmp(key, names[i]) || (in_quant && !strcmp(key, names[i] + 6))) {
+            int r = cache_set_known(cache, names[i], value, reterr);
 
             if (r == -EINVAL)
                 error_detail_prefix(reterr, "cache key '%s'", key);
             return r;
         }
     }
-    nearest = config_nearest(key, names, N_ELEMENTS(names));
+    nearest = config_nearest(key, names, n_names);
     if (nearest)
         return error_detail_set(reterr, -EINVAL, "cache key '%.60s' is not known; did you mean '%s'?", key, nearest);
     return error_detail_set(reterr, -EINVAL, "cache key '%.60s' is not known", key);
@@ -172,11 +142,13 @@ static int config_read_cache_key(ConfigReader *reader, const YamlNode *key, cons
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
     const char *text = NULL;
+    const char *names[MAX_NAMES];
+    size_t n_names = cache_names(names);
     bool known = false;
     int r;
 
-    for (size_t i = 0; i < N_ELEMENTS(cache_keys); i++)
-        known = known || !strcmp(cache_keys[i].name, name);
+    for (size_t i = 0; i < n_names; i++)
+        known = known || !strcmp(names[i], name);
     if (!known) {
         r = config_cache_set(cache, name, "", &detail);
         return config_read_result(reader, key, r, &detail);
@@ -228,25 +200,29 @@ static void config_cache_overlay(ConfigCache *to, const ConfigCache *from)
     OVERLAY(has_max_cache_len, max_cache_len)
     OVERLAY(has_prefetch, prefetch)
     OVERLAY(has_transfer, transfer)
-    OVERLAY(has_nbits_key, nbits_key)
-    OVERLAY(has_nbits_value, nbits_value)
     OVERLAY(has_host_memory, host_memory_bytes)
     OVERLAY(has_device_budget, device_budget_bytes)
 #undef OVERLAY
+    config_quant_overlay(&to->quant, &from->quant);
 }
 
 int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact, KvPolicy *ret, ErrorDetail *reterr)
 {
     ConfigCache merged = {.strategy = KV_STRATEGY_OFFLOADED_QUANTIZED};
     KvPolicy policy;
+    int r;
 
     for (size_t i = 0; i < n_blocks; i++)
         if (blocks[i])
             config_cache_overlay(&merged, blocks[i]);
     policy = kv_policy_preset(merged.strategy, exact);
-    if ((merged.has_nbits_key || merged.has_nbits_value) && policy.form.kind != KV_FORM_LEAT)
-        return error_detail_set(reterr, -EINVAL, "quant.nbits has no meaning for strategy %s: use quantized or offloaded_quantized",
+    if (merged.quant.written && !kv_form_is_coded(policy.form))
+        return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for strategy %s: use quantized or offloaded_quantized",
+                                config_quant_name((ConfigQuantKey)__builtin_ctz(merged.quant.written)),
                                 kv_strategy_to_string(merged.strategy));
+    r = config_quant_form(&merged.quant, &policy.form, reterr);
+    if (r)
+        return r;
     if (merged.has_transfer && merged.transfer != KV_TRANSFER_AUTO && policy.home == KV_HOME_DEVICE)
         return error_detail_set(reterr, -EINVAL,
                                 "transfer has no meaning for strategy %s, whose home is the device: use an offloaded one",
@@ -257,10 +233,6 @@ int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact,
         policy.n_slots = merged.prefetch;
     if (merged.has_transfer)
         policy.transfer = merged.transfer;
-    if (merged.has_nbits_key)
-        policy.form.k_bits = merged.nbits_key;
-    if (merged.has_nbits_value)
-        policy.form.v_bits = merged.nbits_value;
     if (merged.has_host_memory)
         policy.host_budget_bytes = merged.host_memory_bytes;
     if (merged.has_device_budget)

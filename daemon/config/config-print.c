@@ -60,12 +60,17 @@ static void print_cache(FILE *file, const char *indent, const ConfigCache *cache
     PRINT(has_host_memory, "host-memory: %" PRIu64, cache->host_memory_bytes)
     PRINT(has_device_budget, "device-budget: %" PRIu64, cache->device_budget_bytes)
 #undef PRINT
-    if (cache->has_nbits_key || cache->has_nbits_value) {
+    if (cache->quant.written) {
         (void)fprintf(file, "%squant: {", divider);
-        if (cache->has_nbits_key)
-            (void)fprintf(file, "nbits_key: %u%s", cache->nbits_key, cache->has_nbits_value ? ", " : "");
-        if (cache->has_nbits_value)
-            (void)fprintf(file, "nbits_value: %u", cache->nbits_value);
+        divider = "";
+        for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
+            if (cache->quant.written & 1u << key) {
+                char value[32];
+
+                config_quant_print(&cache->quant, (ConfigQuantKey)key, value, sizeof(value));
+                (void)fprintf(file, "%s%s: %s", divider, config_quant_name((ConfigQuantKey)key), value);
+                divider = ", ";
+            }
         (void)fputc('}', file);
     }
     (void)fputs("}\n", file);

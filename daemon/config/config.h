@@ -7,6 +7,7 @@
  * leat.d/NAME.yaml beside it (by name); services.d/NAME.yaml beside it.
  */
 
+#include "daemon/config/config-quant.h"
 #include "daemon/engine/engine.h"
 
 typedef enum ConfigSeverity { CONFIG_ERROR, CONFIG_WARNING } ConfigSeverity;
@@ -28,11 +29,11 @@ bool config_messages_have_error(const ConfigMessages *messages);
 
 /* The cache: block; has_* says what was written, so that the nearest block wins key by key. */
 typedef struct ConfigCache {
-    bool has_strategy, has_max_cache_len, has_prefetch, has_transfer, has_nbits_key, has_nbits_value, has_host_memory, has_device_budget;
+    bool has_strategy, has_max_cache_len, has_prefetch, has_transfer, has_host_memory, has_device_budget;
     KvStrategy strategy;
     uint32_t max_cache_len, prefetch;
     KvTransfer transfer;
-    uint8_t nbits_key, nbits_value;
+    ConfigQuant quant;
     uint64_t host_memory_bytes, device_budget_bytes;
 } ConfigCache;
 

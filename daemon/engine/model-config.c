@@ -169,8 +169,8 @@ bool model_config_same_load(const EngineModel *a, const EngineModel *b)
 
 bool policy_equal(const KvPolicy *a, const KvPolicy *b)
 {
-    return a->strategy == b->strategy && a->growth == b->growth && a->home == b->home && a->form.kind == b->form.kind &&
-           a->form.k_bits == b->form.k_bits && a->form.v_bits == b->form.v_bits && a->transfer == b->transfer &&
+    return a->strategy == b->strategy && a->growth == b->growth && a->home == b->home && kv_form_equal(&a->form, &b->form) &&
+           a->transfer == b->transfer &&
            a->n_slots == b->n_slots && a->max_cache_tokens == b->max_cache_tokens &&
            a->host_budget_bytes == b->host_budget_bytes && a->device_budget_bytes == b->device_budget_bytes &&
            a->tile_blocks == b->tile_blocks;

@@ -16,7 +16,12 @@ void status_form(KvForm form, char *ret, size_t size)
         (void)snprintf(ret, size, "f16");
         return;
     case KV_FORM_LEAT:
-        (void)snprintf(ret, size, "leat-k%uv%u", form.k_bits, form.v_bits);
+    case KV_FORM_QUANTO:
+    case KV_FORM_HQQ:
+        (void)snprintf(ret, size, "%s-k%uv%u", kv_form_kind_to_string(form.kind), form.k_bits, form.v_bits);
+        return;
+    case KV_FORM_FP8:
+        (void)snprintf(ret, size, "fp8");
         return;
     case KV_FORM_X_MAX:
     case KV_FORM_X_INVALID:

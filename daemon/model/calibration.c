@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Calibration of the `leat` cache form: the mean key before RoPE and the mean value of every layer, over a built-in text.
+ * Calibration of coded cache forms, over a built-in text: of every layer the mean key before and after RoPE, a factor for each rotary
+ * pair, the mean value, the largest key and value.
  *
- * The first KV_SINK_TOKENS tokens are left out: they stay in full precision, and the outliers that they are would spoil the mean.
- * Means are taken once per model, from an unquantised run, and stored under its digest.
+ * The first FIRST_TOKENS tokens are left out: sinks stay in full precision, and the outliers that they are would spoil the mean.
+ * They are taken once per model, from an unquantised run, and stored under its digest.
  */
 
 #include "daemon/model/model-private.h"
@@ -14,63 +15,178 @@
 #include <string.h>
 
 #define CALIBRATION_TOKENS 512
+#define FIRST_TOKENS       4
 /* Rows of a pass: bounds the host memory that the copies of all layers' qkv take. */
 #define CALIBRATION_ROWS   64
 
 /* The version counts changes of text or recipe. */
-static const StateKind CALIBRATION_KIND = {"calibration", {'L', 'E', 'A', 'T', 'K', 'V', 'C', 'L'}, 1};
+static const StateKind CALIBRATION_KIND = {"calibration", {'L', 'E', 'A', 'T', 'K', 'V', 'C', 'L'}, 2};
+
+/* Sizes of one layer, in values: of all K heads, all V heads, all query heads; floats that a layer's results take. */
+typedef struct Sides {
+    size_t k, v, q, all;
+} Sides;
+
+/* Sums over tokens of one layer. */
+typedef struct Sums {
+    double *k, *k_square, *k_turned; /* (n_kv_heads, head_dim) */
+    double *q_square;                /* the same, of the query heads that share the key head */
+    double *v;
+    float k_largest, v_largest; /* of a rotary pair's length: no rotation makes a key's channel larger */
+} Sums;
 
 typedef struct Measurement {
     Model *model;
-    double *sums;     /* (n_layers, 2, n_kv_heads, head_dim) */
-    float *qkv;       /* one pass */
-    uint32_t n_means; /* n_kv_heads * head_dim */
+    Sides sides;
+    Sums *sums;      /* (n_layers) */
+    double *memory;  /* what they point into */
+    float *qkv;      /* one pass */
     uint32_t n_counted;
 } Measurement;
 
-static size_t means_count(const Model *model)
+static Sides sides_of(const Model *model)
 {
-    const ModelParams *params = &model->file->hparams.model;
+    const KvShape *shape = &model->file->hparams.model.attention;
+    Sides sides = {
+        .k = (size_t)shape->n_kv_heads * shape->head_dim,
+        .v = (size_t)shape->n_kv_heads * shape->head_dim,
+        .q = (size_t)shape->n_heads * shape->head_dim,
+    };
 
-    return (size_t)params->n_layers * 2 * params->attention.n_kv_heads * params->attention.head_dim;
+    sides.all = 3 * sides.k + sides.v + 2;
+    return sides;
 }
 
-/* Points the per-layer table into @means (taken). */
-static int adopt(Model *model, float *means)
+/* Points the per-layer table into @results (taken): K mean, turned mean, pair scale, V mean, largest K, largest V of each layer. */
+static int adopt(Model *model, float *results)
 {
     uint32_t n_layers = model->file->hparams.model.n_layers;
-    size_t n = means_count(model) / n_layers / 2;
     KvCalibration *calibration = calloc(n_layers, sizeof(*calibration));
+    Sides sides = sides_of(model);
 
     if (!calibration) {
-        free(means);
+        free(results);
         return error_origin(-ENOMEM);
     }
-    for (uint32_t l = 0; l < n_layers; l++)
-        calibration[l] = (KvCalibration){means + 2 * l * n, means + (2 * l + 1) * n};
-    model->means = means;
+    for (uint32_t l = 0; l < n_layers; l++) {
+        const float *layer = results + l * sides.all, *v = layer + 3 * sides.k;
+
+        calibration[l] = (KvCalibration){.k_mean = layer, .k_turned_mean = layer + sides.k, .k_pair_scale = layer + 2 * sides.k,
+                                         .v_mean = v, .k_largest = v[sides.v], .v_largest = v[sides.v + 1]};
+    }
+    model->means = results;
     model->calibration = calibration;
     return 0;
 }
 
 /* ---- measuring --------------------------------------------------------------------------------------------------------------- */
 
+static void add_key_head(const KvShape *shape, const float *inv_freq, uint32_t position, const float *k, double *turned, float *largest)
+{
+    uint32_t half = shape->rotary_dim / 2;
+
+    for (uint32_t f = 0; f < half; f++) {
+        double angle = (double)position * inv_freq[f], c = cos(angle), s = sin(angle);
+
+        turned[f] += (double)k[f] * c - (double)k[f + half] * s;
+        turned[f + half] += (double)k[f + half] * c + (double)k[f] * s;
+        *largest = fmaxf(*largest, hypotf(k[f], k[f + half]));
+    }
+    for (uint32_t d = shape->rotary_dim; d < shape->head_dim; d++) {
+        turned[d] += (double)k[d];
+        *largest = fmaxf(*largest, fabsf(k[d]));
+    }
+}
+
+/* One token of one layer: @qkv before RoPE. */
+static void add_token(const Measurement *measurement, Sums *sums, uint32_t position, const float *qkv)
+{
+    const KvShape *shape = &measurement->model->file->hparams.model.attention;
+    const float *k = qkv + measurement->sides.q, *v = k + measurement->sides.k;
+    uint32_t dim = shape->head_dim, n_rep = shape->n_heads / shape->n_kv_heads;
+
+    for (size_t i = 0; i < measurement->sides.q; i++)
+        sums->q_square[i / dim / n_rep * dim + i % dim] += (double)qkv[i] * (double)qkv[i];
+    for (size_t i = 0; i < measurement->sides.k; i++) {
+        sums->k[i] += (double)k[i];
+        sums->k_square[i] += (double)k[i] * (double)k[i];
+    }
+    for (uint32_t h = 0; h < shape->n_kv_heads; h++)
+        add_key_head(shape, measurement->model->file->hparams.inv_freq, position, k + (size_t)h * dim, sums->k_turned + (size_t)h * dim, &sums->k_largest);
+    for (size_t i = 0; i < measurement->sides.v; i++) {
+        sums->v[i] += (double)v[i];
+        sums->v_largest = fmaxf(sums->v_largest, fabsf(v[i]));
+    }
+}
+
 static void add_rows(Measurement *measurement, uint32_t first, uint32_t n_rows)
 {
     const ModelParams *params = &measurement->model->file->hparams.model;
-    const KvShape *shape = &params->attention;
-    size_t n_q = (size_t)shape->n_heads * shape->head_dim, n_kv = 2 * (size_t)measurement->n_means, width = n_q + n_kv;
+    size_t width = measurement->sides.q + measurement->sides.k + measurement->sides.v;
 
     for (uint32_t l = 0; l < params->n_layers; l++)
-        for (uint32_t row = first < KV_SINK_TOKENS ? KV_SINK_TOKENS - first : 0; row < n_rows; row++) {
-            const float *kv = measurement->qkv + ((size_t)l * n_rows + row) * width + n_q;
-            double *sums = measurement->sums + l * n_kv;
-
-            for (size_t i = 0; i < n_kv; i++)
-                sums[i] += (double)kv[i];
-        }
+        for (uint32_t row = first < FIRST_TOKENS ? FIRST_TOKENS - first : 0; row < n_rows; row++)
+            add_token(measurement, &measurement->sums[l], first + row, measurement->qkv + ((size_t)l * n_rows + row) * width);
     for (uint32_t row = 0; row < n_rows; row++)
-        measurement->n_counted += first + row >= KV_SINK_TOKENS;
+        measurement->n_counted += first + row >= FIRST_TOKENS;
+}
+
+/*
+ * w of channels @a and @b (equal: one that does not turn): the fourth root of the key's variance over the query's power.  The error of a
+ * rotated code spreads evenly over the channels of k / w, so a score's error is the sum of q^2 w^2 times the sum of the variances of k / w:
+ * least at w^4 = variance / power.
+ */
+static float pair_scale(const Sums *sums, size_t a, size_t b, double n)
+{
+    double variance = 0, power = 0, w;
+
+    for (int i = 0; i < 2; i++) {
+        size_t d = i ? b : a;
+
+        variance += sums->k_square[d] / n - sums->k[d] / n * (sums->k[d] / n);
+        power += sums->q_square[d] / n;
+    }
+    w = variance > 0 && power > 0 ? sqrt(sqrt(variance / power)) : 0;
+    return isfinite(w) ? (float)w : 0.0f;
+}
+
+/* Factors of one head, the largest brought to 1: a channel that never moves gets a small one, not none. */
+static void head_scales(const KvShape *shape, const Sums *sums, size_t first, double n, float *ret)
+{
+    uint32_t half = shape->rotary_dim / 2;
+    float largest = 0.0f;
+
+    for (uint32_t d = 0; d < shape->head_dim; d++) {
+        uint32_t a = d < 2 * half ? d % half : d, b = d < 2 * half ? a + half : d;
+
+        ret[d] = pair_scale(sums, first + a, first + b, n);
+        largest = fmaxf(largest, ret[d]);
+    }
+    for (uint32_t d = 0; d < shape->head_dim; d++)
+        ret[d] = largest > 0.0f ? fmaxf(ret[d] / largest, 1e-3f) : 1.0f;
+}
+
+static int conclude(const Measurement *measurement, const Sums *sums, float *ret, ErrorDetail *reterr)
+{
+    const KvShape *shape = &measurement->model->file->hparams.model.attention;
+    const Sides *sides = &measurement->sides;
+    double n = measurement->n_counted ? measurement->n_counted : 1;
+    float *v = ret + 3 * sides->k;
+
+    for (size_t i = 0; i < sides->k; i++) {
+        ret[i] = (float)(sums->k[i] / n);
+        ret[sides->k + i] = (float)(sums->k_turned[i] / n);
+    }
+    for (uint32_t h = 0; h < shape->n_kv_heads; h++)
+        head_scales(shape, sums, (size_t)h * shape->head_dim, n, ret + 2 * sides->k + (size_t)h * shape->head_dim);
+    for (size_t i = 0; i < sides->v; i++)
+        v[i] = (float)(sums->v[i] / n);
+    v[sides->v] = sums->k_largest;
+    v[sides->v + 1] = sums->v_largest;
+    for (size_t i = 0; i < sides->all; i++)
+        if (!isfinite(ret[i]))
+            return error_detail_set(reterr, MODEL_E_CORRUPT, "the model computes no finite keys and values: its weights are damaged");
+    return 0;
 }
 
 static int run_text(Measurement *measurement, KvStore *store, const int32_t *ids, uint32_t n_ids, ErrorDetail *reterr)
@@ -116,56 +232,74 @@ static int run_in_store(Measurement *measurement, const TokenList *list, ErrorDe
     return run_text(measurement, store, list->ids, n_ids, reterr);
 }
 
-static int measure(Model *model, float *means, ErrorDetail *reterr)
+/* Rooms of every layer's sums in one piece. */
+static int measurement_init(Measurement *measurement, Model *model)
 {
     const ModelParams *params = &model->file->hparams.model;
-    size_t n = means_count(model), n_means = (size_t)params->attention.n_kv_heads * params->attention.head_dim;
-    size_t width = (size_t)params->attention.n_heads * params->attention.head_dim + 2 * n_means;
-    _cleanup_(token_list_clearp) TokenList list = TOKEN_LIST_NULL;
-    _cleanup_(freep) double *sums = calloc(n, sizeof(*sums));
-    _cleanup_(freep) float *qkv = calloc(params->n_layers * (size_t)CALIBRATION_ROWS, width * sizeof(*qkv));
-    Measurement measurement = {.model = model, .sums = sums, .qkv = qkv, .n_means = (uint32_t)n_means};
-    int32_t bos = tokenizer_bos(model->file->tokenizer);
-    int r = 0;
+    Sides sides = sides_of(model);
+    size_t width = sides.q + sides.k + sides.v, layer = 4 * sides.k + sides.v;
 
-    if (!sums || !qkv)
+    *measurement = (Measurement){.model = model, .sides = sides};
+    measurement->sums = calloc(params->n_layers, sizeof(Sums));
+    measurement->memory = calloc(params->n_layers * layer, sizeof(double));
+    measurement->qkv = calloc(params->n_layers * (size_t)CALIBRATION_ROWS, width * sizeof(float));
+    if (!measurement->sums || !measurement->memory || !measurement->qkv)
         return error_origin(-ENOMEM);
-    if (tokenizer_add_bos(model->file->tokenizer) && bos >= 0)
+    for (uint32_t l = 0; l < params->n_layers; l++) {
+        double *room = measurement->memory + l * layer;
+
+        measurement->sums[l] = (Sums){.k = room, .k_square = room + sides.k, .k_turned = room + 2 * sides.k, .q_square = room + 3 * sides.k,
+                                      .v = room + 4 * sides.k};
+    }
+    return 0;
+}
+
+static void measurement_deinit(Measurement *measurement)
+{
+    free(measurement->sums);
+    free(measurement->memory);
+    free(measurement->qkv);
+}
+
+static int measure(Model *model, float *results, ErrorDetail *reterr)
+{
+    _cleanup_(token_list_clearp) TokenList list = TOKEN_LIST_NULL;
+    _cleanup_(measurement_deinit) Measurement measurement = {0};
+    int32_t bos = tokenizer_bos(model->file->tokenizer);
+    int r;
+
+    r = measurement_init(&measurement, model);
+    if (!r && tokenizer_add_bos(model->file->tokenizer) && bos >= 0)
         r = token_list_append(&list, &bos, 1);
     if (!r)
         r = tokenizer_encode(model->file->tokenizer, model_calibration_text, strlen(model_calibration_text), false, &list);
     if (!r)
         r = run_in_store(&measurement, &list, reterr);
-    if (r)
-        return error_trace(r);
-    for (size_t i = 0; i < n; i++) {
-        means[i] = measurement.n_counted ? (float)(sums[i] / measurement.n_counted) : 0.0f;
-        if (!isfinite(means[i]))
-            return error_detail_set(reterr, MODEL_E_CORRUPT, "the model computes no finite keys and values: its weights are damaged");
-    }
-    return 0;
+    for (uint32_t l = 0; l < model->file->hparams.model.n_layers && !r; l++)
+        r = conclude(&measurement, &measurement.sums[l], results + l * measurement.sides.all, reterr);
+    return error_trace(r);
 }
 
 int model_calibrate(Model *model, ErrorDetail *reterr)
 {
     const char *state_dir = model->file->state_dir, *name = model->file->digest_hex;
-    size_t bytes = means_count(model) * sizeof(float);
-    _cleanup_(freep) float *means = malloc(bytes);
+    size_t bytes = model->file->hparams.model.n_layers * sides_of(model).all * sizeof(float);
+    _cleanup_(freep) float *results = malloc(bytes);
     char file_name[96];
     int r;
 
-    if (!means)
+    if (!results)
         return error_origin(-ENOMEM);
     (void)snprintf(file_name, sizeof(file_name), "%s.kvcal", name);
-    if (state_dir && state_file_read(state_dir, &CALIBRATION_KIND, file_name, means, bytes) == 0)
-        return adopt(model, TAKE_PTR(means));
-    r = measure(model, means, reterr);
+    if (state_dir && state_file_read(state_dir, &CALIBRATION_KIND, file_name, results, bytes) == 0)
+        return adopt(model, TAKE_PTR(results));
+    r = measure(model, results, reterr);
     if (r)
         return error_trace(r);
     if (state_dir) {
-        r = state_file_write(state_dir, &CALIBRATION_KIND, file_name, means, bytes);
+        r = state_file_write(state_dir, &CALIBRATION_KIND, file_name, results, bytes);
         if (r)
             log_warning("cannot store the model's calibration in '%s': %s, ignoring", state_dir, strerror(-r));
     }
-    return adopt(model, TAKE_PTR(means));
+    return adopt(model, TAKE_PTR(results));
 }

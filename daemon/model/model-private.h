@@ -37,7 +37,7 @@ struct Model {
     GpuBuffer *input;   /* int32 (2, max_rows): token ids, then rows whose logits are wanted */
     int32_t *host_input; /* int32 (3, max_rows): the same on the host, then the ids as they are in the vocabulary */
     KvCalibration *calibration; /* (n_layers), or NULL when not calibrated yet */
-    float *means;               /* what it points into: (n_layers, 2, n_kv_heads, head_dim) */
+    float *means;               /* what it points into */
 };
 
 /* Complete options: every zero replaced by its meaning. */

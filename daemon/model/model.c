@@ -254,7 +254,7 @@ int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDe
     KvModel kv_model;
     int r;
 
-    if (policy->form.kind == KV_FORM_LEAT && !model->calibration) {
+    if (kv_form_is_calibrated(&policy->form) && !model->calibration) {
         r = model_calibrate(model, reterr);
         if (r)
             return error_trace(r);

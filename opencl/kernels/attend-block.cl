@@ -15,14 +15,25 @@ typedef struct {
     bool fold;                 /* merge into what is at `out`, else store */
 } Columns;
 
-
 static inline const __global uchar *block_record(const __global uchar *pages, const __global uchar *fresh, uint page, int kv_head)
 {
     return (page & REF_FRESH ? fresh + (size_t)(page & ~REF_FRESH) * PAGE_BYTES : pages + (size_t)page * PAGE_BYTES) +
            kv_head * RECORD_BYTES;
 }
 
-#if LEAT
+/* Scores of the page's first tokens, which are sinks, must not be seen: vector @v of page 0. */
+static inline vfloat hide_sinks(vfloat score, int v)
+{
+#if W == 16
+    const int16 token = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + v * 16;
+
+    return token < SINK_TOKENS ? (float16)(NEVER) : score;
+#else
+    return v < SINK_TOKENS ? NEVER : score;
+#endif
+}
+
+#if CODED
 /* Turns (C, S) of every column to the page's centre, pairs below @n_pairs: turned[c] = C cos + S sin, then S cos - C sin. */
 static inline void mean_turn(const Columns *columns, const __global float *angle, int n_pairs, SHARED float *turned)
 {
@@ -66,7 +77,7 @@ static inline float mean_score(const __global float *operand, const __local floa
 {
     float score = operand[OP_CONST];
 
-    for (int f = 0; f < ROT_HALF; f++) {
+    for (int f = 0; f < MEAN_HALF; f++) {
         score = fma(places[f * 2 * PAGE_TOKENS + token], turned[f], score);
         score = fma(places[(f * 2 + 1) * PAGE_TOKENS + token], turned[ROT_PAD + f], score);
     }

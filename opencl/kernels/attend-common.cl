@@ -9,10 +9,11 @@
  *
  * Every product that feeds a sum is an explicit fma and contraction is off: the bits do not depend on what a compiler inlines where.
  *
- * -D options: HEAD_DIM, N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat), K_BITS, V_BITS, N_GROUPS, TAIL_BITS,
- * record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES, K_HIGH, V_OFFSET, V_HIGH, K_SCALE, V_SCALE), SCORE_SCALE (of scores,
- * times log2 e), LANES, W, COLS (query heads that share a read of the keys), N_FAST (pairs that turn too fast for
- * interpolation), INTEGER (0 or 1), VNNI (0 or 1).
+ * -D options: HEAD_DIM, N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat, 3 quanto, 4 hqq, 5 fp8), K_BITS, V_BITS,
+ * GROUP_DIMS (huge without groups), K_GROUPS, V_GROUPS, CENTRE (0 none, 1 before RoPE, 2 after), PAIR_SCALE, ROTATE, PLAIN_LEVELS (0 or 1),
+ * SINK_TOKENS, TAIL_TOKENS (of the ring), TAIL_BITS, record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES, K_HIGH, V_OFFSET, V_HIGH,
+ * K_SCALE, V_SCALE), SCORE_SCALE (of scores, times log2 e), LANES, W, COLS (query heads that share a read of the keys), N_FAST (pairs
+ * that turn too fast for interpolation), INTEGER (0 or 1), VNNI (0 or 1).
  */
 
 #pragma OPENCL FP_CONTRACT OFF
@@ -25,7 +26,15 @@
 #define FORM         2
 #define K_BITS       5
 #define V_BITS       4
-#define N_GROUPS     1
+#define GROUP_DIMS   64
+#define K_GROUPS     1
+#define V_GROUPS     1
+#define CENTRE       1
+#define PAIR_SCALE   0
+#define ROTATE       1
+#define PLAIN_LEVELS 0
+#define SINK_TOKENS  4
+#define TAIL_TOKENS  64
 #define TAIL_BITS    16
 #define RECORD_BYTES 2432
 #define PAGE_BYTES   7296
@@ -46,14 +55,37 @@
 #define PAGE_TOKENS  32
 #define BLOCK_PAGES  8
 #define BLOCK_TOKENS (PAGE_TOKENS * BLOCK_PAGES)
-#define GROUP_DIMS   64
-#define SINK_TOKENS  4
-#define TAIL_TOKENS  64
 #define REF_FRESH    0x80000000u
-#define LEAT         (FORM == 2)
+#define CODED        (FORM >= 2)
+#define FP8          (FORM == 5)
+#define GROUPED      (CODED && !FP8)
+#define MEAN_HALF    (CENTRE == 1 ? ROT_HALF : 0) /* rotary pairs of the mean that is turned */
 #define N_REP        (N_HEADS / N_KV)
-#define N_SIDES      (N_GROUPS > 1 ? N_GROUPS : 1) /* copies of the weights, one per group of V scales */
+#define N_SIDES      (V_GROUPS > 1 ? V_GROUPS : 1) /* copies of the weights, one per group of V scales */
 #define NEVER        (-1e30f)                     /* the score of a token that must not be seen */
+
+/* A code's bits: base fields of 8, 4 or 2, PER of them in a byte, and what is left in the high planes. */
+#define BASE_BITS(bits) ((bits) == 8 ? 8 : (bits) >= 4 ? 4 : 2)
+#define K_BASE          BASE_BITS(K_BITS)
+#define V_BASE          BASE_BITS(V_BITS)
+#define K_REST          (CODED ? K_BITS - K_BASE : 0)
+#define V_REST          (CODED ? V_BITS - V_BASE : 0)
+#define K_PER           (8 / K_BASE)
+#define V_PER           (8 / V_BASE)
+#define K_REST_PER      (K_REST == 2 ? 4 : 8)
+#define V_REST_PER      (V_REST == 2 ? 4 : 8)
+#define K_VECTORS       (HEAD_DIM / 4 / K_PER) /* of the base planes, each of K_PER times four dims */
+#define FIELD_MASK(width) (0x01010101u * ((1u << (width)) - 1u))
+#define K_TOP           ((1 << K_BITS) - 1)
+#define V_TOP           ((1 << V_BITS) - 1)
+
+/* A layer's constants, in floats (kv_constants_fill() of quant/kv-codec.h). */
+#define CONST_K_MEAN   0
+#define CONST_K_FACTOR (N_KV * HEAD_DIM)
+#define CONST_K_SCALE  (2 * N_KV * HEAD_DIM)
+#define CONST_V_MEAN   (3 * N_KV * HEAD_DIM)
+#define CONST_FP8      (4 * N_KV * HEAD_DIM)
+#define FP8_UNIT       256.0f /* decoded numbers come divided by this: a half's exponent less e4m3's */
 
 typedef struct { int row0, n_rows, pos0, n_packed, tail_slot, new_start, new_row0, reserved; } Group;
 typedef struct { int group, block, n_pages, reserved; uint pages[BLOCK_PAGES]; } Ref;
@@ -160,18 +192,32 @@ typedef short Short8 __attribute__((vector_size(16)));
 typedef float Float8 __attribute__((vector_size(32)));
 #endif
 
+#if W == 16 && defined(__AVX512F__)
+#define HALF_WIDEN 1
+static inline float16 half_widen(short16 bits)
+{
+    Float16 zero = __builtin_astype((float16)(0.0f), Float16);
+
+    return __builtin_astype(__builtin_ia32_vcvtph2ps512_mask(__builtin_astype(bits, Short16), zero, (ushort)-1, 4), float16);
+}
+#elif W == 16 && defined(__F16C__)
+#define HALF_WIDEN 1
+static inline float16 half_widen(short16 bits)
+{
+    float8 low = __builtin_astype(__builtin_ia32_vcvtph2ps256(__builtin_astype(bits.lo, Short8)), float8);
+    float8 high = __builtin_astype(__builtin_ia32_vcvtph2ps256(__builtin_astype(bits.hi, Short8)), float8);
+
+    return (float16)(low, high);
+}
+#else
+#define HALF_WIDEN 0
+#endif
+
 /* W halves from element @index on.  PoCL's vload_half is soft code, hence the builtins. */
 static inline vfloat half_load(const __global uchar *base, size_t index)
 {
-#if W == 16 && defined(__AVX512F__)
-    short16 bits = vload16(0, (const __global short *)base + index);
-    Float16 zero = __builtin_astype((float16)(0.0f), Float16);
-    return __builtin_astype(__builtin_ia32_vcvtph2ps512_mask(__builtin_astype(bits, Short16), zero, (ushort)-1, 4), float16);
-#elif W == 16 && defined(__F16C__)
-    short16 bits = vload16(0, (const __global short *)base + index);
-    float8 low = __builtin_astype(__builtin_ia32_vcvtph2ps256(__builtin_astype(bits.lo, Short8)), float8);
-    float8 high = __builtin_astype(__builtin_ia32_vcvtph2ps256(__builtin_astype(bits.hi, Short8)), float8);
-    return (float16)(low, high);
+#if HALF_WIDEN
+    return half_widen(vload16(0, (const __global short *)base + index));
 #elif W == 16
     return vload_half16(0, (const __global half *)base + index);
 #else
@@ -198,20 +244,21 @@ static inline void half_store(vfloat x, __global uchar *base, size_t index)
 #endif
 }
 
-#if LEAT
-/* Scales of W tokens: what a step of the code is worth, and the offset in steps (quant/kv-codec.h). */
-typedef struct { vfloat step, offset; } Scale;
+#if GROUPED
+/* Scales of W tokens: what a step of the code is worth, and what code 0 stands for (quant/kv-codec.h); @middle: half the largest code. */
+typedef struct { vfloat step, zero; } Scale;
 
-static inline Scale scale_load(const __global uchar *base, size_t index)
+static inline Scale scale_load(const __global uchar *base, int n_groups, int group, int token, float middle)
 {
+    const size_t index = group * PAGE_TOKENS + token;
     Scale scale;
 
-#if W == 16 && defined(__AVX512F__)
+#if FORM == 2
+#if HALF_WIDEN
     short16 bits = vload16(0, (const __global short *)base + index);
-    Float16 zero = __builtin_astype((float16)(0.0f), Float16);
-    scale.step = __builtin_astype(
-        __builtin_ia32_vcvtph2ps512_mask(__builtin_astype(bits & (short)~15, Short16), zero, (ushort)-1, 4), float16);
-    scale.offset = convert_float16(convert_int16(bits & (short)15) - 8) * 0.25f;
+
+    scale.step = half_widen(bits & (short)~15);
+    vfloat offset = convert_float16(convert_int16(bits & (short)15) - 8) * 0.25f;
 #else
 #if W == 16
     vuint bits = convert_uint16(vload16(0, (const __global ushort *)base + index)), step = bits & 0xfff0u;
@@ -219,9 +266,44 @@ static inline Scale scale_load(const __global uchar *base, size_t index)
     vuint bits = ((const __global ushort *)base)[index], step = bits & 0xfff0u;
 #endif
     scale.step = step < 0x400u ? TO_VFLOAT(AS_VINT(step)) * 0x1p-24f : AS_VFLOAT((step << 13) + 0x38000000u);
-    scale.offset = TO_VFLOAT(AS_VINT(bits & 15u) - 8) * 0.25f;
+    vfloat offset = TO_VFLOAT(AS_VINT(bits & 15u) - 8) * 0.25f;
+#endif
+    scale.zero = scale.step * (offset - middle); /* exact: 17 bits */
+#else
+    vfloat zero = half_load(base, index + n_groups * PAGE_TOKENS);
+
+    scale.step = half_load(base, index);
+    scale.zero = FORM == 3 ? -zero : -zero * scale.step;
 #endif
     return scale;
+}
+#endif
+
+#if FP8
+/* Four dims of W tokens, or four tokens of W dims, from vector @vector of 16-bit words (quant/kv-codec.c: fp8_byte()), over FP8_UNIT. */
+static inline void fp8_load(const __global uchar *base, int vector, int lane, vfloat ret[4])
+{
+    const __global ushort *words = (const __global ushort *)base + vector * 32 + lane;
+
+    UNROLL for (int pair = 0; pair < 2; pair++) {
+#if HALF_WIDEN
+        ushort16 two = vload16(pair, words);
+
+        ret[2 * pair] = half_widen(as_short16(((two << (ushort)8) & (ushort)0x8000) | ((two << (ushort)7) & (ushort)0x3f80)));
+        ret[2 * pair + 1] = half_widen(as_short16((two & (ushort)0x8000) | ((two >> (ushort)1) & (ushort)0x3f80)));
+#else
+        UNROLL for (int i = 0; i < 2; i++) {
+#if W == 16
+            vuint code = convert_uint16(vload16(pair, words)) >> (8 * i), magnitude = code & 0x7fu;
+#else
+            vuint code = (uint)words[pair * 16] >> (8 * i), magnitude = code & 0x7fu;
+#endif
+            vfloat number = magnitude < 8u ? TO_VFLOAT(AS_VINT(magnitude)) * 0x1p-17f : AS_VFLOAT((magnitude << 20) + 0x38000000u);
+
+            ret[2 * pair + i] = AS_VFLOAT(AS_VUINT(number) | (code & 0x80u) << 24);
+        }
+#endif
+    }
 }
 #endif
 
@@ -262,18 +344,18 @@ static inline size_t tail_index(int place, int kv_head)
 
 /* What prepare leaves for each (row, head), in floats:
  *   [0, D)              the query after RoPE, times SCORE_SCALE, for keys in full precision
- *   leat: [D, 2D)       its Hadamard rotation; with INTEGER [D, 3D/2): int (HEAD_DIM / 4, 2), four signed bytes of the high, then of the
- *                       low part of code = 128 high + low
+ *   coded: [D, 2D)      as the form transforms it; with INTEGER [D, 3D/2): int (HEAD_DIM / 4, 2), four signed bytes of the high, then of
+ *                       the low part of code = 128 high + low
  *   [OP_COS, +ROT_PAD)  C_f and [OP_SIN, +ROT_PAD) S_f of the mean's term (quant/kv-codec.h), zero in the padding
- *   OP_CONST            the mean's term of channels without RoPE
+ *   OP_CONST            the mean's term of channels that do not turn
  *   OP_SCALE + group    what one step of the integer codes is worth; OP_SUM + group: int sum of the codes */
-#define ROT_PAD   ((ROT_HALF + 15) / 16 * 16)
+#define ROT_PAD   ((MEAN_HALF + 15) / 16 * 16)
 #define OP_COS    (2 * HEAD_DIM)
 #define OP_SIN    (OP_COS + ROT_PAD)
 #define OP_CONST  (OP_SIN + ROT_PAD)
 #define OP_SCALE  (OP_CONST + 1)
-#define OP_SUM    (OP_SCALE + N_GROUPS)
-#define OP_FLOATS (LEAT ? (OP_SUM + N_GROUPS + 15) / 16 * 16 : HEAD_DIM)
+#define OP_SUM    (OP_SCALE + K_GROUPS)
+#define OP_FLOATS (CODED ? (OP_SUM + K_GROUPS + 15) / 16 * 16 : HEAD_DIM)
 
 /* A partial result or state of one (row, head): acc (HEAD_DIM), then m (reference), then l (sum of weights relative to 2^m). */
 #define STATE_FLOATS (HEAD_DIM + 2)

@@ -95,11 +95,18 @@ static inline void tail_values(const Tail *t, const SHARED float *weights, vfloa
     }
 }
 
-#if LEAT
-/* acc = H^T acc + u l */
-static inline void turn_back(vfloat acc[PER_LANE(HEAD_DIM / W)], float l, const __global float *mean, SHARED float *slots)
+#if CODED
+/* acc = H^T acc + u l; fp8: times its scale first. */
+static inline void turn_back(vfloat acc[PER_LANE(HEAD_DIM / W)], float l, const __global float *constants, int kv_head,
+                             SHARED float *slots)
 {
-#if W == 16
+#if FP8
+    for (int i = 0; i < PER_LANE(HEAD_DIM / W); i++)
+        acc[i] *= constants[CONST_FP8 + 1] * FP8_UNIT;
+#endif
+#if !ROTATE
+    (void)slots;
+#elif W == 16
     hadamard(acc);
 #else
     int n = 0;
@@ -122,12 +129,15 @@ static inline void turn_back(vfloat acc[PER_LANE(HEAD_DIM / W)], float l, const 
     }
     SHARED_SYNC();
 #endif
+#if CENTRE
+    const __global float *mean = constants + CONST_V_MEAN + kv_head * HEAD_DIM;
     int k = 0;
 
     FOR_LANES(i, HEAD_DIM / W) {
         acc[k] = fma(VLOAD(mean + i * W), (vfloat)(l), acc[k]);
         k++;
     }
+#endif
 }
 #endif
 
@@ -173,9 +183,8 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
                 state_load(states + ((size_t)row * N_HEADS + head) * STATE_FLOATS, &m, &l, acc);
                 if (pending)
                     fold_partials(AT(Span, span_buffer, spans_offset)[g], ref_rows, row - group->row0, head, partials, &m, &l, acc);
-#if LEAT
-                turn_back(acc, l, AT(float, calibration, calibration_offset) + (N_KV + kv_head) * HEAD_DIM,
-                          shared + COLS * TAIL_PADDED);
+#if CODED
+                turn_back(acc, l, AT(float, calibration, calibration_offset), kv_head, shared + COLS * TAIL_PADDED);
 #endif
                 const Fold fold = fold_begin(m, tail_m[c]);
                 const float inverse = 1.0f / fold_one(fold, l, tail_l[c]);

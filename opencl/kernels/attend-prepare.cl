@@ -68,7 +68,7 @@ static inline void rope_turn(const __global float *x, const __global float *rope
         ret[d] = x[d] * scale;
 }
 
-#if LEAT
+#if CODED
 /* C_f and S_f of the term that centring the keys took away. */
 static inline void mean_term(const float q[HEAD_DIM], const __global float *mean, __global float *operand)
 {
@@ -77,7 +77,7 @@ static inline void mean_term(const float q[HEAD_DIM], const __global float *mean
     for (int f = 0; f < ROT_PAD; f++) {
         float c = 0.0f, s = 0.0f;
 
-        if (f < ROT_HALF) {
+        if (f < MEAN_HALF) {
             float qf = q[f], qg = q[f + ROT_HALF], mf = mean[f], mg = mean[f + ROT_HALF];
 
             c = fma(qf, mf, qg * mg);
@@ -86,7 +86,7 @@ static inline void mean_term(const float q[HEAD_DIM], const __global float *mean
         operand[OP_COS + f] = c;
         operand[OP_SIN + f] = s;
     }
-    for (int d = 2 * ROT_HALF; d < HEAD_DIM; d++)
+    for (int d = 2 * MEAN_HALF; d < HEAD_DIM; d++)
         steady = fma(q[d], mean[d], steady);
     operand[OP_CONST] = steady;
 }
@@ -98,7 +98,7 @@ static inline void query_codes(const float q[HEAD_DIM], __global float *operand)
 {
     __global char *bytes = (__global char *)(operand + HEAD_DIM);
 
-    for (int group = 0; group < N_GROUPS; group++) {
+    for (int group = 0; group < K_GROUPS; group++) {
         int first = group * GROUP_DIMS, last = min(first + GROUP_DIMS, HEAD_DIM), sum = 0;
         float largest = 0.0f, inverse;
 
@@ -120,7 +120,38 @@ static inline void query_codes(const float q[HEAD_DIM], __global float *operand)
 #endif
 #endif
 
-static inline void prepare_query(const __global float *x, const __global float *rope, const __global float *mean,
+#if CODED
+/* The query as the coded keys want it: times w, times fp8's scale, rotated. */
+static inline void prepare_coded(float q[HEAD_DIM], const __global float *constants, int kv_head, __global float *operand)
+{
+    mean_term(q, constants + CONST_K_MEAN + kv_head * HEAD_DIM, operand);
+#if PAIR_SCALE
+    for (int d = 0; d < HEAD_DIM; d++)
+        q[d] *= constants[CONST_K_SCALE + kv_head * HEAD_DIM + d];
+#endif
+#if FP8
+    for (int d = 0; d < HEAD_DIM; d++)
+        q[d] *= constants[CONST_FP8] * FP8_UNIT;
+#endif
+#if ROTATE
+    float16 rotated[HEAD_VECTORS];
+
+    for (int i = 0; i < HEAD_VECTORS; i++)
+        rotated[i] = vload16(i, q);
+    hadamard(rotated);
+    for (int i = 0; i < HEAD_VECTORS; i++)
+        vstore16(rotated[i], i, q);
+#endif
+#if INTEGER
+    query_codes(q, operand);
+#else
+    for (int i = 0; i < HEAD_VECTORS; i++)
+        vstore16(vload16(i, q), i, operand + HEAD_DIM);
+#endif
+}
+#endif
+
+static inline void prepare_query(const __global float *x, const __global float *rope, const __global float *constants, int kv_head,
                                  __global float *operand, __global float *state)
 {
     float q[HEAD_DIM];
@@ -128,21 +159,8 @@ static inline void prepare_query(const __global float *x, const __global float *
     rope_turn(x, rope, SCORE_SCALE, q);
     for (int d = 0; d < HEAD_DIM; d++)
         operand[d] = q[d];
-#if LEAT
-    float16 rotated[HEAD_VECTORS];
-
-    mean_term(q, mean, operand);
-    for (int i = 0; i < HEAD_VECTORS; i++)
-        rotated[i] = vload16(i, q);
-    hadamard(rotated);
-#if INTEGER
-    for (int i = 0; i < HEAD_VECTORS; i++)
-        vstore16(rotated[i], i, q);
-    query_codes(q, operand);
-#else
-    for (int i = 0; i < HEAD_VECTORS; i++)
-        vstore16(rotated[i], i, operand + HEAD_DIM);
-#endif
+#if CODED
+    prepare_coded(q, constants, kv_head, operand);
 #endif
     for (int d = 0; d < HEAD_DIM; d++)
         state[d] = 0.0f;
@@ -164,7 +182,6 @@ __kernel void attend_prepare(int n_rows, const __global float *qkv, const __glob
     const int heads = N_HEADS + 2 * N_KV;
     const long n = (long)n_rows * heads;
     const int first = (int)(n * get_global_id(0) / get_global_size(0)), last = (int)(n * (get_global_id(0) + 1) / get_global_size(0));
-    const __global float *mean = AT(float, calibration, calibration_offset);
 
     for (int unit = first; unit < last; unit++) {
         const int row = unit / heads, head = unit % heads;
@@ -174,7 +191,8 @@ __kernel void attend_prepare(int n_rows, const __global float *qkv, const __glob
         if (head < N_HEADS) {
             const size_t query = (size_t)row * N_HEADS + head;
 
-            prepare_query(x, rope, mean + head / N_REP * HEAD_DIM, operands + query * OP_FLOATS, state + query * STATE_FLOATS);
+            prepare_query(x, rope, AT(float, calibration, calibration_offset), head / N_REP, operands + query * OP_FLOATS,
+                          state + query * STATE_FLOATS);
         } else {
             const int kv_head = (head - N_HEADS) % N_KV;
             float y[HEAD_DIM];
@@ -234,7 +252,7 @@ __kernel void attend_commit(int n_rows, int n_groups, const __global uchar *grou
     }
 }
 
-#if !LEAT
+#if !CODED
 /* One (pack, KV head) a unit: 32 positions of an unpacked page go to their ring places; those of page 0 also to the sinks. */
 __kernel void attend_refill(int n_packs, const __global uchar *pack_buffer, ulong packs_offset, const __global uchar *pages,
                             ulong pages_offset, __global uchar *tails, ulong tail_offset, ulong tail_stride)

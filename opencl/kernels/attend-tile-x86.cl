@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Blocks of the leat form in integers, for x86 with AVX-512BW, better with VNNI (inline assembly: PoCL 3.1's compiler knows the
- * instruction's bytes, not its name).  Head sizes up to 64, and multiples of 128, so that a nibble plane holds whole groups of scales.
+ * Blocks of forms with groups in integers, for x86 with AVX-512BW, better with VNNI (inline assembly: PoCL 3.1's compiler knows the
+ * instruction's bytes, not its name).
  *
  * Assumes LANES 1, W 16.  Queries are 14-bit codes (attend-prepare.cl), weights times V scale too: 128 high + low, two products each.
  * Sums of codes are exact in 32 bits for a whole block: neither the order nor the unpacking below can change a bit.  The weights'
@@ -45,7 +45,7 @@ static inline int16 dot_bw(int16 acc, int16 unsigned_bytes, int16 signed_bytes)
  * pmaddubsw: 8-bit codes get a sign there, so that 127 * 128 * 2 fits. */
 #if VNNI || V_BITS != 8
 #define DOT_VALUES(acc, bytes, weights) DOT_FOUR(acc, bytes, weights)
-#define V_ZERO                          ((1 << V_BITS) - 1)
+#define V_ZERO                          V_TOP
 #else
 #define DOT_VALUES(acc, bytes, weights) DOT_FOUR(acc, weights, (bytes) ^ (int)0x80808080)
 #define V_ZERO                          (-1)
@@ -53,7 +53,6 @@ static inline int16 dot_bw(int16 acc, int16 unsigned_bytes, int16 signed_bytes)
 
 #define WEIGHT_SHIFT 7 /* bits of each part of a weight */
 #define WEIGHT_TOP   ((1 << (2 * WEIGHT_SHIFT)) - 1)
-#define K_TOP        ((1 << K_BITS) - 1)
 
 #define K_BLOCK_BYTES (BLOCK_TOKENS * HEAD_DIM)
 #define K_PAGE_BYTES  (PAGE_TOKENS * HEAD_DIM)
@@ -98,45 +97,55 @@ static inline float16 exp2_coarse(float16 x)
     return __builtin_astype(__builtin_ia32_scalefps512_mask(in, whole, in, ALL_16, NEAREST), float16);
 }
 
-/* Bit @plane % 8 of each byte of a plane vector, moved to bit 4. */
-static inline int16 fifth_bits(int16 bits, int plane)
+/* Field @i of @width bits of each byte. */
+static inline int16 code_field(int16 word, int i, int width)
 {
-    plane %= 8;
-    return (plane <= 4 ? bits << (4 - plane) : bits >> (plane - 4)) & 0x10101010;
+    return width == 8 ? word : (word >> (i * width)) & (int)FIELD_MASK(width);
+}
+
+/* The same from a high plane, moved above @base bits. */
+static inline int16 rest_field(int16 word, int i, int width, int base)
+{
+    const int down = i * width - base;
+
+    return (down <= 0 ? word << -down : word >> down) & (int)(FIELD_MASK(width) << base);
 }
 
 /* ---- unpacking to bytes --------------------------------------------------------------------------------------------------------- */
 
 static inline void unpack_keys(const __global uchar *record, __global uchar *to)
 {
-    for (int g = 0; g < HEAD_DIM / 8; g++)
+    for (int g = 0; g < K_VECTORS; g++)
         for (int upper = 0; upper < 2; upper++) {
-            int16 word = load_codes(record + (g * 2 + upper) * 64), low = word & 0x0f0f0f0f, high = (word >> 4) & 0x0f0f0f0f;
-#if K_BITS == 5
-            const int high_plane = HEAD_DIM / 8 + g;
+            int16 word = load_codes(record + (g * 2 + upper) * 64);
 
-            low |= fifth_bits(load_codes(record + K_HIGH + (g / 8 * 2 + upper) * 64), g);
-            high |= fifth_bits(load_codes(record + K_HIGH + (high_plane / 8 * 2 + upper) * 64), high_plane);
+            UNROLL for (int i = 0; i < K_PER; i++) {
+                const int four = g * K_PER + i;
+                int16 codes = code_field(word, i, K_BASE);
+#if K_REST
+                codes |= rest_field(load_codes(record + K_HIGH + (four / K_REST_PER * 2 + upper) * 64), four % K_REST_PER, K_REST, K_BASE);
 #endif
-            *(__global int16 *)(to + (g * 2 + upper) * 64) = low;
-            *(__global int16 *)(to + ((HEAD_DIM / 8 + g) * 2 + upper) * 64) = high;
+                *(__global int16 *)(to + (four * 2 + upper) * 64) = codes;
+            }
         }
+}
+
+/* Codes of tokens 4 t .. 4 t + 3 of dims 16 dims .. */
+static inline int16 value_codes(const __global uchar *record, int dims, int t)
+{
+    int16 codes = code_field(load_codes(record + V_OFFSET + (dims * V_BASE + t / V_PER) * 64), t % V_PER, V_BASE);
+
+#if V_REST
+    codes |= rest_field(load_codes(record + V_HIGH + (dims * V_REST + t / V_REST_PER) * 64), t % V_REST_PER, V_REST, V_BASE);
+#endif
+    return codes;
 }
 
 static inline void unpack_values(const __global uchar *record, __global uchar *to)
 {
     for (int dims = 0; dims < HEAD_DIM / 16; dims++)
-        for (int t = 0; t < 4; t++) {
-            int16 word = load_codes(record + V_OFFSET + (dims * 4 + t) * 64), low = word & 0x0f0f0f0f, high = (word >> 4) & 0x0f0f0f0f;
-#if V_BITS == 5
-            int16 plane = load_codes(record + V_HIGH + dims * 64);
-
-            low |= fifth_bits(plane, t);
-            high |= fifth_bits(plane, t + 4);
-#endif
-            *(__global int16 *)(to + (dims * 8 + t) * 64) = low;
-            *(__global int16 *)(to + (dims * 8 + 4 + t) * 64) = high;
-        }
+        UNROLL for (int t = 0; t < 8; t++)
+            *(__global int16 *)(to + (dims * 8 + t) * 64) = value_codes(record, dims, t);
 }
 
 /* Before the columns of a ref: whether attend_block() shall read bytes from @scratch. */
@@ -199,67 +208,49 @@ static inline Sums dot_bytes(const __global uchar *codes, int group, const Colum
     return sums;
 }
 
-/* Lines of the record ahead that each of the HEAD_DIM / 8 steps through the nibbles fetches: a burst would stall. */
-#define STEP_LINES ((RECORD_LINES + HEAD_DIM / 8 - 1) / (HEAD_DIM / 8))
+/* Lines of the record ahead that each of the steps through the base planes fetches: a burst would stall. */
+#define STEP_LINES ((RECORD_LINES + K_VECTORS - 1) / K_VECTORS)
 #define FETCH_AHEAD(step)                                                                                                 \
     UNROLL for (int i_line = 0; i_line < STEP_LINES; i_line++)                                                            \
         if ((step) * STEP_LINES + i_line < RECORD_LINES)                                                                  \
             PREFETCH(ahead + ((step) * STEP_LINES + i_line) * 64);
 
-/* The same from nibbles: one group is all there is, or it lies in one nibble of each byte. */
-static inline Sums dot_nibbles(const __global uchar *record, const __global uchar *ahead, int group, const Columns *columns)
+/* The same from the planes.  A group is whole vectors of the base planes; the last may be shorter. */
+#define GROUP_VECTORS ((GROUP_DIMS < HEAD_DIM ? GROUP_DIMS : HEAD_DIM) / 4 / K_PER)
+static inline Sums dot_planes(const __global uchar *record, const __global uchar *ahead, int group, const Columns *columns)
 {
     Sums sums = no_sums();
 
-#if N_GROUPS == 1
-    UNROLL for (int g = 0; g < HEAD_DIM / 8; g++) {
-        int16 low[2], high[2];
+    UNROLL for (int v = 0; v < GROUP_VECTORS; v++) {
+        const int g = group * GROUP_VECTORS + v;
 
+        if (K_VECTORS % GROUP_VECTORS && g >= K_VECTORS)
+            break;
         FETCH_AHEAD(g)
-        UNROLL for (int upper = 0; upper < 2; upper++) {
-            int16 word = load_codes(record + (g * 2 + upper) * 64);
-
-            low[upper] = word & 0x0f0f0f0f;
-            high[upper] = (word >> 4) & 0x0f0f0f0f;
-#if K_BITS == 5
-            const int high_plane = HEAD_DIM / 8 + g;
-
-            low[upper] |= fifth_bits(load_codes(record + K_HIGH + (g / 8 * 2 + upper) * 64), g);
-            high[upper] |= fifth_bits(load_codes(record + K_HIGH + (high_plane / 8 * 2 + upper) * 64), high_plane);
-#endif
-        }
-        DOT_COLUMNS(sums, low[0], low[1], g)
-        DOT_COLUMNS(sums, high[0], high[1], HEAD_DIM / 8 + g)
-    }
-#else
-    const int is_high = group >= N_GROUPS / 2, first = group % (N_GROUPS / 2) * 16, plane0 = is_high * (HEAD_DIM / 8) + first;
-
-    for (int g8 = 0; g8 < 16; g8 += 8)
-        UNROLL for (int i = 0; i < 8; i++) {
+        UNROLL for (int i = 0; i < K_PER; i++) {
+            const int four = g * K_PER + i;
             int16 codes[2];
 
-            if (!is_high)
-                FETCH_AHEAD(first + g8 + i)
             UNROLL for (int upper = 0; upper < 2; upper++) {
-                int16 word = load_codes(record + ((first + g8 + i) * 2 + upper) * 64);
-
-                codes[upper] = (is_high ? word >> 4 : word) & 0x0f0f0f0f;
-#if K_BITS == 5
-                codes[upper] |= fifth_bits(load_codes(record + K_HIGH + ((plane0 + g8) / 8 * 2 + upper) * 64), i);
+                codes[upper] = code_field(load_codes(record + (g * 2 + upper) * 64), i, K_BASE);
+#if K_REST
+                codes[upper] |= rest_field(load_codes(record + K_HIGH + ((uint)four / K_REST_PER * 2 + upper) * 64),
+                                           (uint)four % K_REST_PER, K_REST, K_BASE);
 #endif
             }
-            DOT_COLUMNS(sums, codes[0], codes[1], plane0 + g8 + i)
+            DOT_COLUMNS(sums, codes[0], codes[1], four)
         }
-#endif
+    }
     return sums;
 }
 
-/* Adds one group's exact sums to the scores: 2 (code - K_TOP / 2) q = 2 code q - K_TOP q, and the offset times the sum of q. */
+/* Adds one group's exact sums to the scores: 2 (code - K_TOP / 2) q = 2 code q - K_TOP q, and what the middle code stands for times the
+ * sum of q. */
 static inline void add_scores(const Sums *sums, const __global uchar *record, int group, const Columns *columns, float16 score[COLS][2])
 {
     UNROLL for (int upper = 0; upper < 2; upper++) {
-        const Scale scale = scale_load(record + K_SCALE, group * PAGE_TOKENS + upper * 16);
-        const float16 half_step = scale.step * 0.5f, offset = scale.step * scale.offset;
+        const Scale scale = scale_load(record + K_SCALE, K_GROUPS, group, upper * 16, 0.5f * (float)K_TOP);
+        const float16 half_step = scale.step * 0.5f, offset = fma(half_step, (float16)(K_TOP), scale.zero);
 
         UNROLL for (int c = 0; c < COLS; c++) {
             const int sum = as_int(columns->operand[c][OP_SUM + group]);
@@ -275,10 +266,10 @@ static inline void add_scores(const Sums *sums, const __global uchar *record, in
 /* 1 + the exponent of each token's largest V step, at least that of f16's smallest number. */
 static inline float16 value_exponent(const __global uchar *record, int upper)
 {
-    float16 scale = scale_load(record + V_SCALE, upper * 16).step;
+    float16 scale = scale_load(record + V_SCALE, V_GROUPS, 0, upper * 16, 0.0f).step;
 
-    for (int side = 1; side < N_GROUPS; side++)
-        scale = largest_of(scale, scale_load(record + V_SCALE, side * PAGE_TOKENS + upper * 16).step);
+    for (int side = 1; side < V_GROUPS; side++)
+        scale = largest_of(scale, scale_load(record + V_SCALE, V_GROUPS, side, upper * 16, 0.0f).step);
     return largest_of(convert_float16((as_int16(scale) >> 23) - 126), (float16)(-23.0f));
 }
 
@@ -295,7 +286,7 @@ static inline void mean_nodes(const float *turned, const __global float *places,
 
     UNROLL for (int c = 0; c < COLS; c++)
         sum[c][0] = sum[c][1] = 0.0f;
-    for (int f = N_FAST; f < ROT_HALF; f++) {
+    for (int f = N_FAST; f < MEAN_HALF; f++) {
         const __global float *angle = places + NODE_ANGLES + f * 2 * N_NODES;
 
         UNROLL for (int i = 0; i < 2; i++) {
@@ -318,7 +309,7 @@ static inline void mean_of_page(const Columns *columns, const float *turned, con
 {
     UNROLL for (int c = 0; c < COLS; c++)
         score[c][0] = score[c][1] = columns->operand[c][OP_CONST];
-#if N_FAST < ROT_HALF
+#if N_FAST < MEAN_HALF
     UNROLL for (int k = 0; k < 4; k++) {
         float16 weight = vload16(k, places + NODE_WEIGHTS);
 
@@ -340,8 +331,8 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
 
     UNROLL for (int c = 0; c < COLS; c++)
         largest[c] = NEVER;
-#if N_FAST < ROT_HALF
-    mean_turn(columns, page_angles + (size_t)ref->block * BLOCK_PAGES * 2 * ROT_PAD, ROT_HALF, turned);
+#if N_FAST < MEAN_HALF
+    mean_turn(columns, page_angles + (size_t)ref->block * BLOCK_PAGES * 2 * ROT_PAD, MEAN_HALF, turned);
     mean_nodes(turned, places, nodes);
 #endif
     for (int p = 0; p < ref->n_pages; p++) {
@@ -352,21 +343,21 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
 
         mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, N_FAST, turned);
         mean_of_page(columns, turned, nodes, places, p, score);
-        for (int group = 0; group < N_GROUPS; group++) {
+        for (int group = 0; group < K_GROUPS; group++) {
             Sums sums;
 
-            if (K_BITS == 8 || bytes)
-                sums = dot_bytes(K_BITS == 8 ? record : bytes + p * K_PAGE_BYTES, group, columns);
+            if (K_BITS != 8 && bytes)
+                sums = dot_bytes(bytes + p * K_PAGE_BYTES, group, columns);
             else
-                sums = dot_nibbles(record, ahead, group, columns);
+                sums = dot_planes(record, ahead, group, columns);
             add_scores(&sums, record, group, columns, score);
         }
         UNROLL for (int upper = 0; upper < 2; upper++) {
             float16 exponent = value_exponent(record, upper);
 
             UNROLL for (int c = 0; c < COLS; c++) {
-                if (page == 0 && upper == 0)
-                    score[c][0].s0123 = (float4)(NEVER);
+                if (page == 0)
+                    score[c][upper] = hide_sinks(score[c][upper], upper);
                 largest[c] = largest_of(largest[c], score[c][upper] + exponent);
                 *(float16 *)(scores + c * BLOCK_TOKENS + p * PAGE_TOKENS + upper * 16) = score[c][upper];
             }
@@ -379,9 +370,9 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
 /* ---- weights and values ------------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-    char part[N_GROUPS][COLS][2][BLOCK_TOKENS]; /* high, low */
-    int sum[N_GROUPS][COLS];
-    float offset[N_GROUPS][COLS]; /* sums of weight times 2 offsets */
+    char part[V_GROUPS][COLS][2][BLOCK_TOKENS]; /* high, low */
+    int sum[V_GROUPS][COLS];
+    float offset[V_GROUPS][COLS]; /* sums of weight times what the middle code stands for */
 } Weights;
 
 static inline int sum_of_lanes(int16 x)
@@ -397,12 +388,12 @@ static inline int sum_of_lanes(int16 x)
 static inline void block_weights(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
                                  const float m[COLS], const float *scores, Weights *weights, float ret_l[COLS])
 {
-    float16 l[COLS], offset[N_GROUPS][COLS];
-    int16 sum[N_GROUPS][COLS];
+    float16 l[COLS], offset[V_GROUPS][COLS];
+    int16 sum[V_GROUPS][COLS];
 
     UNROLL for (int c = 0; c < COLS; c++) {
         l[c] = 0.0f;
-        UNROLL for (int side = 0; side < N_GROUPS; side++) {
+        UNROLL for (int side = 0; side < V_GROUPS; side++) {
             sum[side][c] = 0;
             offset[side][c] = 0.0f;
         }
@@ -415,15 +406,15 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
             weight[c] = exp2_coarse(*(const float16 *)(scores + c * BLOCK_TOKENS + at) - m[c]);
             l[c] += weight[c];
         }
-        UNROLL for (int side = 0; side < N_GROUPS; side++) {
-            const Scale scale = scale_load(record + V_SCALE, side * PAGE_TOKENS + at % PAGE_TOKENS);
-            const float16 top = scale.step * (float)WEIGHT_TOP, twice_offset = scale.offset * 2.0f;
+        UNROLL for (int side = 0; side < V_GROUPS; side++) {
+            const Scale scale = scale_load(record + V_SCALE, V_GROUPS, side, at % PAGE_TOKENS, 0.5f * (float)V_TOP);
+            const float16 top = scale.step * (float)WEIGHT_TOP, middle = fma(scale.step, (float16)(0.5f * (float)V_TOP), scale.zero);
 
             UNROLL for (int c = 0; c < COLS; c++) {
                 int16 code = round_to_int(weight[c] * top);
 
                 sum[side][c] += code;
-                offset[side][c] = fma(convert_float16(code), twice_offset, offset[side][c]);
+                offset[side][c] = fma(weight[c], middle, offset[side][c]);
                 store_bytes(code >> WEIGHT_SHIFT, &weights->part[side][c][0][at]);
                 store_bytes(code & ((1 << WEIGHT_SHIFT) - 1), &weights->part[side][c][1][at]);
             }
@@ -431,7 +422,7 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
     }
     UNROLL for (int c = 0; c < COLS; c++) {
         ret_l[c] = vector_sum(l[c]);
-        UNROLL for (int side = 0; side < N_GROUPS; side++) {
+        UNROLL for (int side = 0; side < V_GROUPS; side++) {
             weights->sum[side][c] = sum_of_lanes(sum[side][c]);
             weights->offset[side][c] = vector_sum(offset[side][c]);
         }
@@ -439,9 +430,9 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
 }
 
 /* Vectors of 16 dims that are summed together: as many as leave registers for the codes. */
-#if HEAD_DIM % 64 == 0 && COLS <= 3
+#if HEAD_DIM % 64 == 0 && GROUP_DIMS % 64 == 0 && COLS <= 3
 #define V_DIMS 4
-#elif HEAD_DIM % 32 == 0
+#elif HEAD_DIM % 32 == 0 && GROUP_DIMS % 32 == 0
 #define V_DIMS 2
 #else
 #define V_DIMS 1
@@ -472,8 +463,8 @@ static inline void block_values(const __global Ref *ref, const __global uchar *p
     for (int p = 0; p < ref->n_pages; p++) {
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
-        if (V_BITS == 8 || bytes) {
-            const __global uchar *codes = (V_BITS == 8 ? record + V_OFFSET : bytes + K_BLOCK_BYTES + p * K_PAGE_BYTES) + first * 512;
+        if (V_BITS != 8 && bytes) {
+            const __global uchar *codes = bytes + K_BLOCK_BYTES + p * K_PAGE_BYTES + first * 512;
 
             UNROLL for (int t = 0; t < 8; t++) {
                 int16 fours[V_DIMS];
@@ -484,17 +475,11 @@ static inline void block_values(const __global Ref *ref, const __global uchar *p
             }
             continue;
         }
-        UNROLL for (int t = 0; t < 8; t++) { /* low nibbles: tokens 0 to 15 */
+        UNROLL for (int t = 0; t < 8; t++) {
             int16 fours[V_DIMS];
 
-            UNROLL for (int i = 0; i < V_DIMS; i++) {
-                int16 word = load_codes(record + V_OFFSET + ((first + i) * 4 + t % 4) * 64);
-
-                fours[i] = (t < 4 ? word : word >> 4) & 0x0f0f0f0f;
-#if V_BITS == 5
-                fours[i] |= fifth_bits(load_codes(record + V_HIGH + (first + i) * 64), t);
-#endif
-            }
+            UNROLL for (int i = 0; i < V_DIMS; i++)
+                fours[i] = value_codes(record, first + i, t);
             VALUE_COLUMNS(fours, t)
         }
     }
@@ -502,7 +487,7 @@ static inline void block_values(const __global Ref *ref, const __global uchar *p
         UNROLL for (int c = 0; c < COLS; c++) {
             int16 twice = ((sums[i][c][0] << WEIGHT_SHIFT) + sums[i][c][1]) * 2 - V_ZERO * weights->sum[side][c];
 
-            ret[c][first + i] = (convert_float16(twice) + weights->offset[side][c]) * (0.5f / WEIGHT_TOP);
+            ret[c][first + i] = fma(convert_float16(twice), (float16)(0.5f / WEIGHT_TOP), (float16)(weights->offset[side][c]));
         }
 }
 

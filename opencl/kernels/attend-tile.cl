@@ -11,7 +11,7 @@
 #define MY_VECTOR(k) (LANE + (k) * LANES)
 
 /* K of the page's tokens times COLS queries, added to @score. */
-#if !LEAT
+#if !CODED
 static inline void block_dot(const __global uchar *record, const Columns *columns, vfloat score[MY_VECTORS][COLS])
 {
     for (int d = 0; d < HEAD_DIM; d++)
@@ -25,17 +25,32 @@ static inline void block_dot(const __global uchar *record, const Columns *column
                 score[k][c] = fma(key, (vfloat)(columns->operand[c][d]), score[k][c]);
         }
 }
+#elif FP8
+static inline void block_dot(const __global uchar *record, const Columns *columns, vfloat score[MY_VECTORS][COLS])
+{
+    for (int g = 0; g < HEAD_DIM / 4; g++)
+        UNROLL for (int k = 0; k < MY_VECTORS; k++) {
+            const int token = MY_VECTOR(k) * W;
+            vfloat keys[4];
+
+            fp8_load(record, g * 2 + token / 16, token % 16, keys);
+            UNROLL for (int e = 0; e < 4; e++)
+                UNROLL for (int c = 0; c < COLS; c++)
+                    score[k][c] = fma(keys[e], (vfloat)(columns->operand[c][HEAD_DIM + 4 * g + e]), score[k][c]);
+        }
+}
 #else
-typedef struct { Scale group[N_GROUPS]; } Scales;
+/* Field @i of @width bits of each byte. */
+static inline vuint word_field(vuint word, int i, int width)
+{
+    return (word >> (uint)(i * width)) & FIELD_MASK(width);
+}
 
 /* Codes of dims d .. d + 3 in the bytes of @word. */
-static inline void dot_four(vuint word, int d, const Scales *scales, const Columns *columns, vfloat score[COLS])
+static inline void dot_four(vuint word, int d, const Scale *scale, const Columns *columns, vfloat score[COLS])
 {
-    const Scale scale = scales->group[d / GROUP_DIMS];
-    const vfloat zero = scale.step * (scale.offset - 0.5f * (float)((1 << K_BITS) - 1));
-
     UNROLL for (int e = 0; e < 4; e++) {
-        vfloat key = fma(TO_VFLOAT((word >> (8 * e)) & 255u), scale.step, zero); /* exact: level * step has 17 bits */
+        vfloat key = fma(TO_VFLOAT((word >> (8 * e)) & 255u), scale->step, scale->zero); /* leat: exact, 17 bits */
 
         UNROLL for (int c = 0; c < COLS; c++)
             score[c] = fma(key, (vfloat)(columns->operand[c][HEAD_DIM + d + e]), score[c]);
@@ -45,44 +60,30 @@ static inline void dot_four(vuint word, int d, const Scales *scales, const Colum
 static inline void block_dot(const __global uchar *record, const Columns *columns, vfloat score[MY_VECTORS][COLS])
 {
     const __global uint *words = (const __global uint *)record;
-    Scales scales[MY_VECTORS];
 
-    UNROLL for (int k = 0; k < MY_VECTORS; k++)
-        UNROLL for (int group = 0; group < N_GROUPS; group++)
-            scales[k].group[group] = scale_load(record + K_SCALE, group * PAGE_TOKENS + MY_VECTOR(k) * W);
-#if K_BITS == 8
-    for (int g = 0; g < HEAD_DIM / 4; g++)
+    for (int group = 0; group < K_GROUPS; group++) {
+        const int first = group * (GROUP_DIMS / 4) / K_PER, last = min(first + GROUP_DIMS / 4 / K_PER, K_VECTORS);
+        Scale scale[MY_VECTORS];
+
         UNROLL for (int k = 0; k < MY_VECTORS; k++)
-            dot_four(VLOAD(words + g * 32 + MY_VECTOR(k) * W), 4 * g, &scales[k], columns, score[k]);
-#else
-    for (int g = 0; g < HEAD_DIM / 8; g++)
-        UNROLL for (int k = 0; k < MY_VECTORS; k++) {
-            const __global uint *mine = words + MY_VECTOR(k) * W;
-            vuint word = VLOAD(mine + g * 32), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
-#if K_BITS == 5
-            const int low_plane = g, high_plane = HEAD_DIM / 8 + g;
+            scale[k] = scale_load(record + K_SCALE, K_GROUPS, group, MY_VECTOR(k) * W, 0.5f * (float)K_TOP);
+        for (int g = first; g < last; g++)
+            UNROLL for (int k = 0; k < MY_VECTORS; k++) {
+                const __global uint *mine = words + MY_VECTOR(k) * W;
+                const vuint base = VLOAD(mine + g * 32);
 
-            low |= ((VLOAD(mine + K_HIGH / 4 + low_plane / 8 * 32) >> (low_plane % 8)) & 0x01010101u) << 4;
-            high |= ((VLOAD(mine + K_HIGH / 4 + high_plane / 8 * 32) >> (high_plane % 8)) & 0x01010101u) << 4;
+                UNROLL for (int i = 0; i < K_PER; i++) {
+                    const int four = g * K_PER + i;
+                    vuint word = word_field(base, i, K_BASE);
+#if K_REST
+                    word |= word_field(VLOAD(mine + K_HIGH / 4 + four / K_REST_PER * 32), four % K_REST_PER, K_REST) << (uint)K_BASE;
 #endif
-            dot_four(low, 4 * g, &scales[k], columns, score[k]);
-            dot_four(high, HEAD_DIM / 2 + 4 * g, &scales[k], columns, score[k]);
-        }
-#endif
+                    dot_four(word, 4 * four, &scale[k], columns, score[k]);
+                }
+            }
+    }
 }
 #endif
-
-/* Scores of page 0's vector @v without those of the sinks. */
-static inline vfloat hide_sinks(vfloat score, int v)
-{
-#if W == 16
-    if (v == 0)
-        score.s0123 = (float4)(NEVER);
-    return score;
-#else
-    return v < SINK_TOKENS ? NEVER : score;
-#endif
-}
 
 /* Scores of the block, (COLS, BLOCK_TOKENS), and the largest that this lane saw of each column. */
 static inline void block_scores(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
@@ -95,24 +96,24 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
         const int page = ref->block * BLOCK_PAGES + p;
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
-#if LEAT
-        mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, ROT_HALF, turned);
+#if CODED
+        mean_turn(columns, page_angles + (size_t)page * 2 * ROT_PAD, MEAN_HALF, turned);
         SHARED_SYNC();
 #if W == 16
         float16 mean[COLS][2];
 
         UNROLL for (int c = 0; c < COLS; c++)
             mean[c][0] = mean[c][1] = columns->operand[c][OP_CONST];
-        mean_scores(turned, places, ROT_HALF, mean);
+        mean_scores(turned, places, MEAN_HALF, mean);
 #endif
 #endif
         vfloat score[MY_VECTORS][COLS];
 
         UNROLL for (int k = 0; k < MY_VECTORS; k++)
             UNROLL for (int c = 0; c < COLS; c++)
-#if LEAT && W == 16
+#if CODED && W == 16
                 score[k][c] = mean[c][k];
-#elif LEAT
+#elif CODED
                 score[k][c] = mean_score(columns->operand[c], turned + c * 2 * ROT_PAD, places, MY_VECTOR(k));
 #else
                 score[k][c] = 0.0f;
@@ -156,8 +157,8 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
 ALL_LANES(all_lanes_max, max)
 ALL_LANES(all_lanes_sum, sum)
 
-/* Scores become weights, times the V step of each group for leat: (N_SIDES, COLS, BLOCK_TOKENS).  Returns their sum; @ret_offset: the
- * sums of weight times step times offset, which every dim of a group gets. */
+/* Scores become weights, times the V step of each group: (N_SIDES, COLS, BLOCK_TOKENS).  Returns their sum; @ret_offset: the sums of
+ * weight times what the middle code stands for, which every dim of a group gets. */
 static inline float block_weights(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head, int c,
                                   float m, SHARED float *weights, SHARED float *slots, float ret_offset[N_SIDES])
 {
@@ -171,15 +172,14 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
             vfloat weight = exp2_vector(VLOAD(weights + at) - m);
 
             l += weight;
-#if LEAT
+#if GROUPED
             const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
-            for (int side = 0; side < N_GROUPS; side++) {
-                Scale scale = scale_load(record + V_SCALE, side * PAGE_TOKENS + v * W);
-                vfloat scaled = weight * scale.step;
+            for (int side = 0; side < V_GROUPS; side++) {
+                Scale scale = scale_load(record + V_SCALE, V_GROUPS, side, v * W, 0.5f * (float)V_TOP);
 
-                offset[side] = fma(scaled, scale.offset, offset[side]);
-                VSTORE(scaled, weights + side * COLS * BLOCK_TOKENS + at);
+                offset[side] = fma(weight, fma(scale.step, (vfloat)(0.5f * (float)V_TOP), scale.zero), offset[side]);
+                VSTORE(weight * scale.step, weights + side * COLS * BLOCK_TOKENS + at);
             }
 #else
             VSTORE(weight, weights + at);
@@ -191,16 +191,16 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
 }
 
 /* Vectors of dims that a work-item sums together; all of one group of scales. */
-#if LANES == 1 && HEAD_DIM % 64 == 0
+#if LANES == 1 && HEAD_DIM % 64 == 0 && GROUP_DIMS % 64 == 0
 #define V_DIMS 4
-#elif LANES == 1 && HEAD_DIM % 32 == 0
+#elif LANES == 1 && HEAD_DIM % 32 == 0 && GROUP_DIMS % 32 == 0
 #define V_DIMS 2
 #else
 #define V_DIMS 1
 #endif
 
 /* Values of vectors i .. i + V_DIMS - 1 of dims over a page, weighted, added to @acc. */
-#if !LEAT
+#if !CODED
 static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_DIMS][COLS])
 {
     for (int token = 0; token < PAGE_TOKENS; token++)
@@ -214,11 +214,25 @@ static inline void block_values(const __global uchar *record, int i, const SHARE
                 acc[k][c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token]), acc[k][c]);
         }
 }
+#elif FP8
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_DIMS][COLS])
+{
+    for (int t = 0; t < 8; t++)
+        UNROLL for (int k = 0; k < V_DIMS; k++) {
+            const int dim = (i + k) * W;
+            vfloat values[4];
+
+            fp8_load(record + V_OFFSET, dim / 16 * 8 + t, dim % 16, values);
+            UNROLL for (int e = 0; e < 4; e++)
+                UNROLL for (int c = 0; c < COLS; c++)
+                    acc[k][c] = fma(values[e], (vfloat)(weights[c * BLOCK_TOKENS + 4 * t + e]), acc[k][c]);
+        }
+}
 #else
 static inline void values_four(vuint word, int token, const SHARED float *weights, vfloat acc[COLS])
 {
     UNROLL for (int e = 0; e < 4; e++) {
-        vfloat value = TO_VFLOAT((word >> (8 * e)) & 255u) - 0.5f * (float)((1 << V_BITS) - 1);
+        vfloat value = TO_VFLOAT((word >> (8 * e)) & 255u) - 0.5f * (float)V_TOP;
 
         UNROLL for (int c = 0; c < COLS; c++)
             acc[c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token + e]), acc[c]);
@@ -229,25 +243,21 @@ static inline void block_values(const __global uchar *record, int i, const SHARE
 {
     const SHARED float *side = weights + i * W / GROUP_DIMS * COLS * BLOCK_TOKENS;
 
-    for (int t = 0; t < (V_BITS == 8 ? 8 : 4); t++)
+    for (int vector = 0; vector < V_BASE; vector++)
         UNROLL for (int k = 0; k < V_DIMS; k++) {
             const int dim = (i + k) * W;
-#if V_BITS == 8
-            const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 128 + dim % 16;
+            const vuint base = VLOAD((const __global uint *)(record + V_OFFSET) + (dim / 16 * V_BASE + vector) * 16 + dim % 16);
 
-            values_four(VLOAD(words + t * 16), 4 * t, side, acc[k]);
-#else
-            const __global uint *words = (const __global uint *)(record + V_OFFSET) + dim / 16 * 64 + dim % 16;
-            vuint word = VLOAD(words + t * 16), low = word & 0x0f0f0f0fu, high = (word >> 4) & 0x0f0f0f0fu;
-#if V_BITS == 5
-            vuint plane = VLOAD((const __global uint *)(record + V_HIGH) + dim / 16 * 16 + dim % 16);
+            UNROLL for (int j = 0; j < V_PER; j++) {
+                const int t = vector * V_PER + j;
+                vuint word = word_field(base, j, V_BASE);
+#if V_REST
+                const __global uint *rest = (const __global uint *)(record + V_HIGH) + (dim / 16 * V_REST + t / V_REST_PER) * 16;
 
-            low |= ((plane >> t) & 0x01010101u) << 4;
-            high |= ((plane >> (t + 4)) & 0x01010101u) << 4;
+                word |= word_field(VLOAD(rest + dim % 16), t % V_REST_PER, V_REST) << (uint)V_BASE;
 #endif
-            values_four(low, 4 * t, side, acc[k]);
-            values_four(high, 16 + 4 * t, side, acc[k]);
-#endif
+                values_four(word, 4 * t, side, acc[k]);
+            }
         }
 }
 #endif

@@ -75,7 +75,7 @@ static GpuBuffer *buffer(Bench *b, uint64_t bytes)
 static void fill_pages(Bench *b, uint64_t bytes)
 {
     _cleanup_(freep) uint8_t *pages = malloc(bytes);
-    uint32_t x = 1, scale_at = b->options.form.kind == KV_FORM_LEAT ? b->layout.k_scale_offset : 0;
+    uint32_t x = 1, scale_at = b->options.form.group_dims > 0 ? b->layout.k_scale_offset : 0;
 
     must(pages ? 0 : -ENOMEM, NULL);
     for (uint64_t i = 0; i + 1 < bytes; i += 2) {
@@ -107,8 +107,8 @@ static void make(Bench *b, const GpuOptions *gpu_options)
     must(attend_new(b->gpu, &b->options, &b->attend, &detail), &detail);
     b->pages = buffer(b, ROTATING_BYTES);
     b->input = buffer(b, 8u << 20);
-    b->means = buffer(b, 2 * (uint64_t)s->n_kv_heads * s->head_dim * sizeof(float));
-    b->tail_stride = 2 * (uint64_t)(KV_TAIL_TOKENS + KV_SINK_TOKENS) * s->n_kv_heads * s->head_dim * (b->options.tail_bits / 8);
+    b->means = buffer(b, kv_constants_floats(s) * sizeof(float));
+    b->tail_stride = 2 * (uint64_t)(kv_ring_tokens(b->options.form) + b->options.form.sink_tokens) * s->n_kv_heads * s->head_dim * (b->options.tail_bits / 8);
     b->tail = buffer(b, b->tail_stride);
     b->qkv = buffer(b, MAX_ROWS * width * sizeof(float));
     b->out = buffer(b, (uint64_t)MAX_ROWS * s->n_heads * s->head_dim * sizeof(float));
@@ -252,12 +252,28 @@ static double measure_pack(Bench *b)
     return times[getenv("LEAT_BENCH_CPU_TIME") ? 0 : N_REPEATS / 2];
 }
 
+/* LEAT_BENCH_FORM names a coded form other than leat. */
+static KvForm choose_form(int k_bits, int v_bits)
+{
+    const char *name = getenv("LEAT_BENCH_FORM");
+    KvForm form = kv_form_default(k_bits == 16 ? KV_FORM_F16 : KV_FORM_LEAT);
+
+    for (int kind = KV_FORM_LEAT; name && kind < KV_FORM_X_MAX; kind++)
+        if (strcmp(name, kv_form_kind_to_string((KvFormKind)kind)) == 0)
+            form = kv_form_default((KvFormKind)kind);
+    if (kv_form_is_coded(form)) {
+        form.k_bits = (uint8_t)k_bits;
+        form.v_bits = (uint8_t)v_bits;
+    }
+    return form;
+}
+
 int main(int argc, char **argv)
 {
     static const uint32_t depths[] = {2048, 8064, 32768}, chunks[] = {32, 128, 512};
     int k_bits = argc > 2 ? atoi(argv[1]) : 5, v_bits = argc > 2 ? atoi(argv[2]) : 4;
     GpuOptions gpu_options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
-    KvForm form = {k_bits == 16 ? KV_FORM_F16 : KV_FORM_LEAT, (uint8_t)(k_bits == 16 ? 0 : k_bits), (uint8_t)(k_bits == 16 ? 0 : v_bits)};
+    KvForm form = choose_form(k_bits, v_bits);
     KvShape shape = {9, 3, 64, 64};
     const char *kernels = getenv("LEAT_BENCH_KERNELS");
     Bench b = {0};

@@ -32,7 +32,9 @@ struct World {
     Attend *attend;
     KvLayout layout;
     uint32_t max_pages, n_arena;
-    float *inv_freq, *calibration; /* K mean, V mean */
+    float *inv_freq, *calibration; /* what `measured` points into, (n_kv_heads, head_dim) each */
+    KvCalibration measured;
+    float *constants;              /* kv_constants_fill() */
     uint8_t *packed;               /* (arena): pages as C packs them */
     Sequence sequences[WORLD_MAX_SEQUENCES];
     GpuBuffer *pages, *fresh, *tail, *input, *qkv, *out, *means;
@@ -111,6 +113,7 @@ World *world_free(World *w)
     }
     free(w->inv_freq);
     free(w->calibration);
+    free(w->constants);
     free(w->packed);
     free(w->staging);
     free(w);
@@ -122,15 +125,37 @@ static void make_buffers(World *w)
     const KvShape *s = &w->options.attend.shape;
     uint64_t rows = w->options.attend.max_rows, side = (uint64_t)s->n_kv_heads * s->head_dim;
 
-    w->tail_bytes = (uint64_t)(KV_TAIL_TOKENS + KV_SINK_TOKENS) * 2 * side * (w->options.attend.tail_bits / 8);
+    w->tail_bytes = (uint64_t)(kv_ring_tokens(w->options.attend.form) + w->options.attend.form.sink_tokens) * 2 * side *
+                    (w->options.attend.tail_bits / 8);
     w->pages = buffer(w, PAGES_OFFSET + (uint64_t)w->layout.page_bytes * w->max_pages * WORLD_MAX_SEQUENCES);
     w->fresh = buffer(w, (uint64_t)w->layout.page_bytes * (rows / KV_PAGE_TOKENS + 2 + WORLD_MAX_SEQUENCES));
     w->tail = buffer(w, TAIL_OFFSET + 2 * w->tail_bytes * WORLD_MAX_SEQUENCES);
     w->input = buffer(w, INPUT_BYTES);
     w->qkv = buffer(w, rows * (s->n_heads + 2 * s->n_kv_heads) * s->head_dim * sizeof(float));
     w->out = buffer(w, rows * s->n_heads * s->head_dim * sizeof(float));
-    w->means = buffer(w, INPUT_OFFSET + 2 * side * sizeof(float));
-    upload(w, w->means, INPUT_OFFSET, w->calibration, 2 * side * sizeof(float));
+    w->means = buffer(w, INPUT_OFFSET + kv_constants_floats(s) * sizeof(float));
+    upload(w, w->means, INPUT_OFFSET, w->constants, kv_constants_floats(s) * sizeof(float));
+}
+
+/* Means, and a factor for each rotary pair and each channel without RoPE. */
+static void make_calibration(World *w)
+{
+    const KvShape *s = &w->options.attend.shape;
+    size_t side = (size_t)s->n_kv_heads * s->head_dim;
+    float *scale;
+
+    w->calibration = zeroed(4 * side, sizeof(float));
+    w->constants = zeroed(kv_constants_floats(s), sizeof(float));
+    scale = w->calibration + 3 * side;
+    for (size_t i = 0; w->options.calibrated && i < 4 * side; i++)
+        w->calibration[i] = 0.8f * world_gaussian(77, 0, 0, 0, (uint32_t)i);
+    for (size_t i = 0; i < side; i++)
+        scale[i] = w->options.calibrated ? 0.5f + fabsf(scale[i]) : 1.0f;
+    for (uint32_t h = 0; h < s->n_kv_heads; h++)
+        memcpy(scale + h * s->head_dim + s->rotary_dim / 2, scale + h * s->head_dim, s->rotary_dim / 2 * sizeof(float));
+    w->measured = (KvCalibration){w->calibration, w->calibration + side, w->calibration + 2 * side, scale,
+                                  w->options.calibrated ? 6.0f : 0.0f, w->options.calibrated ? 4.0f : 0.0f};
+    kv_constants_fill(w->options.attend.form, s, &w->measured, w->constants);
 }
 
 World *world_new(Gpu *gpu, const WorldOptions *options)
@@ -148,9 +173,7 @@ World *world_new(Gpu *gpu, const WorldOptions *options)
     for (uint32_t f = 0; f < s->rotary_dim / 2; f++)
         w->inv_freq[f] = (float)pow(1e5, -2.0 * f / s->rotary_dim);
     w->options.attend.inv_freq = w->inv_freq;
-    w->calibration = zeroed(2 * side, sizeof(float));
-    for (size_t i = 0; options->calibrated && i < 2 * side; i++)
-        w->calibration[i] = 0.8f * world_gaussian(77, 0, 0, 0, (uint32_t)i);
+    make_calibration(w);
     assert_int_equal(kv_layout(options->attend.form, s, &w->layout, NULL), 0);
     w->packed = zeroed((size_t)w->max_pages * WORLD_MAX_SEQUENCES, w->layout.page_bytes);
     w->staging = zeroed(1, INPUT_BYTES);
@@ -241,7 +264,6 @@ static void pack_in_c(World *w, uint32_t sequence, uint32_t page, uint8_t *ret)
     const KvShape *s = &w->options.attend.shape;
     size_t side = (size_t)s->n_kv_heads * s->head_dim, first = (size_t)page * KV_PAGE_TOKENS * side;
     uint32_t half = s->rotary_dim / 2;
-    KvCalibration calibration = {w->calibration, w->calibration + side};
     _cleanup_(freep) float *rope = zeroed((size_t)KV_PAGE_TOKENS * s->rotary_dim + 1, sizeof(float));
 
     for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++)
@@ -253,7 +275,7 @@ static void pack_in_c(World *w, uint32_t sequence, uint32_t page, uint8_t *ret)
             rope[(t * half + f) * 2] = fmaf(c, pc, -(sn * ps));
             rope[(t * half + f) * 2 + 1] = fmaf(c, ps, sn * pc);
         }
-    kv_pack_page(w->options.attend.form, s, &calibration, rope, w->sequences[sequence].k + first, w->sequences[sequence].v + first,
+    kv_pack_page(w->options.attend.form, s, &w->measured, rope, w->sequences[sequence].k + first, w->sequences[sequence].v + first,
                  ret);
 }
 
@@ -292,7 +314,7 @@ static void plan_groups(World *w, const WorldItem *items, uint32_t n_items, Plan
             uint32_t page = pos / KV_PAGE_TOKENS, n = MIN(end, (page + 1) * KV_PAGE_TOKENS) - pos;
 
             p->groups[p->n_groups++] = (AttendGroup){.row0 = (int32_t)row, .n_rows = (int32_t)n, .pos0 = (int32_t)pos,
-                                                     .n_packed = page > 0 ? (int32_t)page - 1 : 0,
+                                                     .n_packed = (int32_t)kv_packed_pages(w->options.attend.form, pos),
                                                      .tail_slot = (int32_t)items[i].sequence, .new_start = (int32_t)start,
                                                      .new_row0 = (int32_t)row0};
             pos += n;
@@ -306,9 +328,9 @@ static void plan_packs(World *w, const WorldItem *items, uint32_t n_items, Plan 
     p->packs = plan_room(w, p, 256 * sizeof(AttendPack), &p->packs_at);
     for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i++].n_tokens) {
         Sequence *q = &w->sequences[items[i].sequence];
-        uint32_t last_page = (q->length + items[i].n_tokens - 1) / KV_PAGE_TOKENS;
+        uint32_t seen = kv_packed_pages(w->options.attend.form, q->length + items[i].n_tokens - 1);
 
-        for (uint32_t page = q->n_packed; page + 1 < last_page; page++) {
+        for (uint32_t page = q->n_packed; page < seen; page++) {
             assert_true(p->n_packs < 256);
             p->pack_sequence[p->n_packs] = items[i].sequence;
             q->arena[page] = p->n_packs | ATTEND_REF_FRESH;
@@ -437,11 +459,11 @@ void world_crop(World *w, uint32_t sequence, uint32_t length)
 {
     Sequence *q = &w->sequences[sequence];
     AttendLayer layer = {w->means, INPUT_OFFSET, w->tail, TAIL_OFFSET, 2 * w->tail_bytes};
-    uint32_t seen = length / KV_PAGE_TOKENS > 0 ? length / KV_PAGE_TOKENS - 1 : 0; /* as the next token sees it */
-    AttendPack packs[3];
+    uint32_t seen = kv_packed_pages(w->options.attend.form, length); /* as the next token sees it */
+    AttendPack packs[KV_MAX_TAIL_TOKENS / KV_PAGE_TOKENS + 2];
     uint32_t n = 0;
 
-    assert_true(w->options.attend.form.kind != KV_FORM_LEAT && length <= q->length);
+    assert_true(!kv_form_is_coded(w->options.attend.form) && length <= q->length);
     for (uint32_t page = seen; page < q->n_packed && page * KV_PAGE_TOKENS < length; page++)
         packs[n++] = (AttendPack){.tail_slot = (int32_t)sequence, .page = (int32_t)page, .to = q->arena[page]};
     if (seen > 0)
@@ -457,44 +479,58 @@ void world_crop(World *w, uint32_t sequence, uint32_t length)
 
 /* ---- the answer -------------------------------------------------------------------------------------------------------------------- */
 
-/* Decoded key in the domain before H and centring, so that plain q . k is the definition's score; value likewise. */
-static void decoded_token(World *w, uint32_t sequence, uint32_t page, uint32_t token, uint32_t kv_head, const float *k, const float *v,
-                          double *ret_k, double *ret_v)
+/* Value of dim @d of H^T x. */
+static double turned_back(uint32_t dim, const float *x, uint32_t d)
+{
+    uint32_t first = 0, block = 256;
+    double sum = 0;
+
+    while (!(dim & block) || d >= first + block) {
+        first += dim & block;
+        block /= 2;
+    }
+    for (uint32_t i = 0; i < block; i++)
+        sum += __builtin_parity(i & (d - first)) ? -x[first + i] : x[first + i];
+    return sum / sqrt(block);
+}
+
+/* Dim @d of the mean that was taken from the keys at @position. */
+static double key_mean(const World *w, uint32_t position, const float *mean, uint32_t d)
 {
     const KvShape *s = &w->options.attend.shape;
-    const float *mean_k = w->calibration + (size_t)kv_head * s->head_dim,
-                *mean_v = w->calibration + (size_t)(s->n_kv_heads + kv_head) * s->head_dim;
-    uint32_t half = s->rotary_dim / 2, position = page * KV_PAGE_TOKENS + token;
+    uint32_t half = s->rotary_dim / 2;
+    double angle;
 
-    (void)sequence;
+    if (w->options.attend.form.centre == KV_CENTRE_NONE)
+        return 0;
+    if (d >= 2 * half || w->options.attend.form.centre == KV_CENTRE_AFTER_ROPE)
+        return mean[d];
+    angle = position * (double)w->inv_freq[d % half];
+    return d < half ? mean[d] * cos(angle) - mean[d + half] * sin(angle) : mean[d] * cos(angle) + mean[d - half] * sin(angle);
+}
+
+/* Decoded key in the domain before the transform, so that plain q . k is the definition's score; value likewise. */
+static void decoded_token(World *w, uint32_t page, uint32_t token, uint32_t kv_head, const float *k, const float *v, double *ret_k,
+                          double *ret_v)
+{
+    const KvForm *form = &w->options.attend.form;
+    const KvShape *s = &w->options.attend.shape;
+    size_t side = (size_t)s->n_kv_heads * s->head_dim, head = (size_t)kv_head * s->head_dim;
+
     for (uint32_t d = 0; d < s->head_dim; d++) {
-        double turned = mean_k[d], factor = 0;
-        uint32_t first = 0, block = 256;
+        bool rotated = form->rotation == KV_ROTATION_HADAMARD;
 
-        if (w->options.attend.form.kind != KV_FORM_LEAT) {
-            ret_k[d] = k[d];
-            ret_v[d] = v[d];
-            continue;
+        ret_k[d] = rotated ? turned_back(s->head_dim, k, d) : (double)k[d];
+        ret_v[d] = rotated ? turned_back(s->head_dim, v, d) : (double)v[d];
+        if (form->kind == KV_FORM_FP8) {
+            ret_k[d] *= w->constants[4 * side];
+            ret_v[d] *= w->constants[4 * side + 1];
         }
-        while (!(s->head_dim & block) || d >= first + block) {
-            first += s->head_dim & block;
-            block /= 2;
-        }
-        factor = 1 / sqrt(block);
-        ret_k[d] = ret_v[d] = 0;
-        for (uint32_t i = 0; i < block; i++) {
-            double sign = __builtin_parity(i & (d - first)) ? -factor : factor;
-
-            ret_k[d] += sign * k[first + i];
-            ret_v[d] += sign * v[first + i];
-        }
-        if (d < half)
-            turned = mean_k[d] * cos(position * (double)w->inv_freq[d]) - mean_k[d + half] * sin(position * (double)w->inv_freq[d]);
-        else if (d < 2 * half)
-            turned = mean_k[d] * cos(position * (double)w->inv_freq[d - half]) +
-                     mean_k[d - half] * sin(position * (double)w->inv_freq[d - half]);
-        ret_k[d] += turned;
-        ret_v[d] += mean_v[d];
+        if (form->pair_scale)
+            ret_k[d] *= w->measured.k_pair_scale[head + d];
+        ret_k[d] += key_mean(w, page * KV_PAGE_TOKENS + token,
+                             (form->centre == KV_CENTRE_AFTER_ROPE ? w->measured.k_turned_mean : w->measured.k_mean) + head, d);
+        ret_v[d] += form->centre == KV_CENTRE_NONE ? 0.0 : (double)w->measured.v_mean[head + d];
     }
 }
 
@@ -503,7 +539,7 @@ static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t kv_
 {
     const KvShape *s = &w->options.attend.shape;
     const Sequence *q = &w->sequences[sequence];
-    uint32_t n_packed = position / KV_PAGE_TOKENS > 0 ? position / KV_PAGE_TOKENS - 1 : 0, dim = s->head_dim;
+    uint32_t n_packed = kv_packed_pages(w->options.attend.form, position), dim = s->head_dim;
     _cleanup_(freep) float *page_k = zeroed((size_t)KV_PAGE_TOKENS * dim, sizeof(float));
     _cleanup_(freep) float *page_v = zeroed((size_t)KV_PAGE_TOKENS * dim, sizeof(float));
 
@@ -513,8 +549,8 @@ static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t kv_
         if (page < n_packed && token == 0)
             kv_unpack_page(w->options.attend.form, s, w->packed + (size_t)q->arena[page] * w->layout.page_bytes, kv_head, page_k,
                            page_v);
-        if (page < n_packed && j >= KV_SINK_TOKENS) {
-            decoded_token(w, sequence, page, token, kv_head, page_k + token * dim, page_v + token * dim, k + (size_t)j * dim,
+        if (page < n_packed && j >= w->options.attend.form.sink_tokens) {
+            decoded_token(w, page, token, kv_head, page_k + token * dim, page_v + token * dim, k + (size_t)j * dim,
                           v + (size_t)j * dim);
             continue;
         }

@@ -101,20 +101,20 @@ static void check_cuts(Gpu *gpu, KvForm form, bool exact, AttendKernels kernels)
 
 static void rows_do_not_depend_on_tiles_spread_or_company(void **state)
 {
-    check_cuts(*state, (KvForm){KV_FORM_LEAT, 5, 4}, false, ATTEND_KERNELS_AUTO);
-    check_cuts(*state, (KvForm){KV_FORM_LEAT, 5, 4}, true, ATTEND_KERNELS_AUTO);
-    check_cuts(*state, (KvForm){KV_FORM_F16, 0, 0}, false, ATTEND_KERNELS_AUTO);
+    check_cuts(*state, kv_form_leat(5, 4), false, ATTEND_KERNELS_AUTO);
+    check_cuts(*state, kv_form_leat(5, 4), true, ATTEND_KERNELS_AUTO);
+    check_cuts(*state, kv_form_default(KV_FORM_F16), false, ATTEND_KERNELS_AUTO);
 }
 
 static void rows_do_not_depend_on_tiles_spread_or_company_on_lanes(void **state)
 {
-    check_cuts(*state, (KvForm){KV_FORM_LEAT, 4, 5}, false, ATTEND_KERNELS_LANES);
-    check_cuts(*state, (KvForm){KV_FORM_F32, 0, 0}, true, ATTEND_KERNELS_LANES);
+    check_cuts(*state, kv_form_leat(4, 5), false, ATTEND_KERNELS_LANES);
+    check_cuts(*state, kv_form_default(KV_FORM_F32), true, ATTEND_KERNELS_LANES);
 }
 
 static void refilled_ring_goes_on_with_the_same_bits(void **state)
 {
-    static const KvForm forms[] = {{KV_FORM_F32, 0, 0}, {KV_FORM_F16, 0, 0}};
+    const KvForm forms[] = {kv_form_default(KV_FORM_F32), kv_form_default(KV_FORM_F16)};
     static const uint32_t cuts[] = {300, 290, 224, 130, 97, 64, 33, 2};
     _cleanup_(freep) float *out = malloc(256 * WIDTH * sizeof(float)), *again = malloc(256 * WIDTH * sizeof(float));
 
@@ -144,7 +144,7 @@ static void refilled_ring_goes_on_with_the_same_bits(void **state)
 
 static void planned_bytes_are_the_allocated_ones(void **state)
 {
-    static const KvForm forms[] = {{KV_FORM_F32, 0, 0}, {KV_FORM_F16, 0, 0}, {KV_FORM_LEAT, 5, 4}, {KV_FORM_LEAT, 8, 8}};
+    const KvForm forms[] = {kv_form_default(KV_FORM_F32), kv_form_default(KV_FORM_F16), kv_form_leat(5, 4), kv_form_leat(8, 8)};
     float inv_freq[64] = {1.0f};
     Gpu *gpu = *state;
 
@@ -166,7 +166,7 @@ static void planned_bytes_are_the_allocated_ones(void **state)
 
 static void wrong_options_are_refused_by_name(void **state)
 {
-    AttendOptions good = world_options((KvForm){KV_FORM_LEAT, 5, 4}, false, ATTEND_KERNELS_AUTO, ATTEND_SPREAD_AUTO, 0).attend, bad;
+    AttendOptions good = world_options(kv_form_leat(5, 4), false, ATTEND_KERNELS_AUTO, ATTEND_SPREAD_AUTO, 0).attend, bad;
     float inv_freq[32] = {1.0f};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     Attend *attend = NULL;
@@ -184,7 +184,7 @@ static void wrong_options_are_refused_by_name(void **state)
         assert_int_equal(attend_device_bytes(gpu_info(*state), &bad, &bytes), -EINVAL);                                           \
     } while (0)
     REFUSED(bad.tail_bits = 8, "8 bits");
-    REFUSED(bad.form = ((KvForm){KV_FORM_F32, 0, 0}); bad.tail_bits = 16, "16 bits");
+    REFUSED(bad.form = (kv_form_default(KV_FORM_F32)); bad.tail_bits = 16, "16 bits");
     REFUSED(bad.form.k_bits = 3, "3 bits");
     REFUSED(bad.shape.n_kv_heads = 0, "heads");
     REFUSED(bad.shape.head_dim = 65, "head_dim 65");
@@ -199,7 +199,7 @@ static void wrong_options_are_refused_by_name(void **state)
 
 static void wrong_passes_are_refused(void **state)
 {
-    AttendOptions options = world_options((KvForm){KV_FORM_F16, 0, 0}, false, ATTEND_KERNELS_AUTO, ATTEND_SPREAD_AUTO, 0).attend;
+    AttendOptions options = world_options(kv_form_default(KV_FORM_F16), false, ATTEND_KERNELS_AUTO, ATTEND_SPREAD_AUTO, 0).attend;
     _cleanup_(attend_freep) Attend *attend = NULL;
     float inv_freq[32] = {1.0f};
     AttendLayer layer = {0};

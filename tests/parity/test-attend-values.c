@@ -143,9 +143,9 @@ static void check(void **state, KvForm form, KvShape shape, bool exact, bool cal
     assert_true(error <= tolerance);
 }
 
-#define F32       ((KvForm){KV_FORM_F32, 0, 0})
-#define F16       ((KvForm){KV_FORM_F16, 0, 0})
-#define LEAT(k, v) ((KvForm){KV_FORM_LEAT, k, v})
+#define F32       (kv_form_default(KV_FORM_F32))
+#define F16       (kv_form_default(KV_FORM_F16))
+#define LEAT(k, v) kv_form_leat(k, v)
 
 static void float_kernels_on_lanes_equal_the_definition(void **state)
 {

@@ -785,7 +785,7 @@ static EngineModel fake_model(const char *name, const char *path)
         .path = path,
         .policy = {.strategy = KV_STRATEGY_OFFLOADED_QUANTIZED,
                    .home = KV_HOME_HOST,
-                   .form = {KV_FORM_LEAT, 5, 4},
+                   .form = kv_form_default(KV_FORM_LEAT),
                    .transfer = KV_TRANSFER_COPY,
                    .n_slots = 2},
         .parallel = 4,

@@ -294,15 +294,16 @@ static uint64_t loose_mix(uint64_t state, uint32_t position, uint32_t id, bool p
     return state ^ state >> 29;
 }
 
-/* What the row at @position must give when the keys' numbers are ids[0..position]. */
+/* What the row at @position must give when the keys' numbers are ids[0..position], in a form with the usual sinks and tail. */
 static uint64_t loose_expected(const uint32_t *ids, uint32_t position)
 {
-    uint32_t n_packed = position / KV_PAGE_TOKENS > 0 ? position / KV_PAGE_TOKENS - 1 : 0;
+    KvForm form = kv_form_default(KV_FORM_LEAT);
+    uint32_t n_packed = kv_packed_pages(form, position);
     uint64_t state = 1;
 
-    for (uint32_t j = KV_SINK_TOKENS; j < n_packed * KV_PAGE_TOKENS; j++)
+    for (uint32_t j = form.sink_tokens; j < n_packed * KV_PAGE_TOKENS; j++)
         state = loose_mix(state, j, ids[j], true);
-    for (uint32_t j = 0; n_packed > 0 && j < KV_SINK_TOKENS; j++)
+    for (uint32_t j = 0; n_packed > 0 && j < form.sink_tokens; j++)
         state = loose_mix(state, j, ids[j], false);
     for (uint32_t j = n_packed * KV_PAGE_TOKENS; j <= position; j++)
         state = loose_mix(state, j, ids[j], false);
@@ -313,6 +314,16 @@ static uint32_t *loose_tail(const AttendLayer *layer, int32_t slot)
 {
     assert(slot >= 0);
     return (uint32_t *)(layer->tail->data + layer->tail_offset + (uint64_t)slot * layer->tail_slot_stride);
+}
+
+static uint32_t loose_ring(const LooseCommand *command)
+{
+    return kv_ring_tokens(command->attend->options.form);
+}
+
+static uint32_t loose_sinks(const LooseCommand *command)
+{
+    return command->attend->options.form.sink_tokens;
 }
 
 static const AttendGroup *loose_groups(const LooseCommand *command)
@@ -344,7 +355,7 @@ static void loose_pack(LooseCommand *command)
             int32_t position = packs[i].page * KV_PAGE_TOKENS + t;
 
             page[t] = position >= packs[i].new_start ? command->attend->ids[packs[i].new_row0 + position - packs[i].new_start]
-                                                     : tail[position % KV_TAIL_TOKENS];
+                                                     : tail[position % (int32_t)loose_ring(command)];
         }
     }
 }
@@ -364,7 +375,7 @@ static void loose_ref(const LooseCommand *command, const AttendRef *ref, const A
         for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++) {
             uint32_t position = (uint32_t)(ref->block * KV_BLOCK_PAGES + k) * KV_PAGE_TOKENS + t;
 
-            for (int32_t row = group->row0; position >= KV_SINK_TOKENS && row < group->row0 + group->n_rows; row++)
+            for (int32_t row = group->row0; position >= loose_sinks(command) && row < group->row0 + group->n_rows; row++)
                 command->attend->state[row] = loose_mix(command->attend->state[row], position, page[t], true);
         }
     }
@@ -387,7 +398,7 @@ static uint32_t loose_key(const LooseCommand *command, const AttendGroup *group,
 
     if (position >= group->new_start)
         return command->attend->ids[group->new_row0 + position - group->new_start];
-    return tail[sink ? KV_TAIL_TOKENS + position : position % KV_TAIL_TOKENS];
+    return tail[sink ? (int32_t)loose_ring(command) + position : position % (int32_t)loose_ring(command)];
 }
 
 static void loose_finish(LooseCommand *command)
@@ -400,7 +411,7 @@ static void loose_finish(LooseCommand *command)
         for (int32_t i = 0; i < group->n_rows; i++) {
             uint64_t state = command->attend->state[group->row0 + i];
 
-            for (int32_t j = 0; group->n_packed > 0 && j < KV_SINK_TOKENS; j++)
+            for (int32_t j = 0; group->n_packed > 0 && j < (int32_t)loose_sinks(command); j++)
                 state = loose_mix(state, (uint32_t)j, loose_key(command, group, j, true), false);
             for (int32_t j = group->n_packed * KV_PAGE_TOKENS; j <= group->pos0 + i; j++)
                 state = loose_mix(state, (uint32_t)j, loose_key(command, group, j, false), false);
@@ -419,9 +430,9 @@ static void loose_commit(LooseCommand *command)
         for (int32_t i = 0; i < groups[g].n_rows; i++) { /* groups of a sequence come in order: the last of a place stays */
             int32_t position = groups[g].pos0 + i;
 
-            tail[position % KV_TAIL_TOKENS] = command->attend->ids[groups[g].row0 + i];
-            if (position < KV_SINK_TOKENS)
-                tail[KV_TAIL_TOKENS + position] = command->attend->ids[groups[g].row0 + i];
+            tail[position % (int32_t)loose_ring(command)] = command->attend->ids[groups[g].row0 + i];
+            if (position < (int32_t)loose_sinks(command))
+                tail[(int32_t)loose_ring(command) + position] = command->attend->ids[groups[g].row0 + i];
         }
     }
 }
@@ -435,7 +446,7 @@ static void loose_refill(LooseCommand *command)
         const uint32_t *page = (const uint32_t *)((const uint8_t *)command->to + packs[i].to * command->attend->layout.page_bytes);
 
         for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++)
-            tail[((uint32_t)packs[i].page * KV_PAGE_TOKENS + t) % KV_TAIL_TOKENS] = page[t];
+            tail[((uint32_t)packs[i].page * KV_PAGE_TOKENS + t) % loose_ring(command)] = page[t];
     }
 }
 

@@ -286,7 +286,7 @@ static void jobs_wait_for_each_other_when_memory_is_short_and_one_alone_fails(vo
 static void an_own_policy_is_kept_by_the_session(void **state)
 {
     Talk *talk = start_one();
-    KvPolicy policy = {.strategy = KV_STRATEGY_DYNAMIC, .home = KV_HOME_DEVICE, .form = {KV_FORM_F16, 0, 0}, .max_cache_tokens = 30};
+    KvPolicy policy = {.strategy = KV_STRATEGY_DYNAMIC, .home = KV_HOME_DEVICE, .form = kv_form_default(KV_FORM_F16), .max_cache_tokens = 30};
     EngineEvent *reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_OPEN_SESSION, .owner = 1, .model = "m", .policy = &policy});
     uint64_t session = reply->session;
     Seen *seen;

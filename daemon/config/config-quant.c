@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The quant: keys of a cache block, and the form that results. */
+
+#include "daemon/config/config-quant.h"
+
+#include "daemon/config/config-value.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* A key takes one of some words, or a number of a range when it has none.  Values are the words' own where these differ from their places. */
+typedef struct QuantKey {
+    const char *name;
+    const char *const *words;
+    const int16_t *values;
+    size_t n_words;
+    uint64_t min, max;
+} QuantKey;
+
+static const char *const backend_words[] = {"leat", "hqq", "quanto", "fp8"};
+static const int16_t backend_values[] = {KV_FORM_LEAT, KV_FORM_HQQ, KV_FORM_QUANTO, KV_FORM_FP8};
+static const char *const nbits_words[] = {"8", "6", "5", "4", "3", "2"};
+static const int16_t nbits_values[] = {8, 6, 5, 4, 3, 2};
+static const char *const axis_words[] = {"0", "1", "-1"};
+static const int16_t axis_values[] = {0, 1, -1};
+static const char *const centre_words[] = {"none", "before-rope", "after-rope"};
+static const char *const bool_words[] = {"false", "true"};
+static const char *const levels_words[] = {"searched", "plain"};
+
+#define WORDS(name, words, values) {name, words, values, N_ELEMENTS(words), 0, 0}
+#define RANGE(name, min, max)      {name, NULL, NULL, 0, min, max}
+
+static const QuantKey quant_keys[CONFIG_QUANT_X_MAX] = {
+    [CONFIG_QUANT_BACKEND] = WORDS("backend", backend_words, backend_values),
+    [CONFIG_QUANT_NBITS_KEY] = WORDS("nbits_key", nbits_words, nbits_values),
+    [CONFIG_QUANT_NBITS_VALUE] = WORDS("nbits_value", nbits_words, nbits_values),
+    [CONFIG_QUANT_AXIS_KEY] = WORDS("axis_key", axis_words, axis_values),
+    [CONFIG_QUANT_AXIS_VALUE] = WORDS("axis_value", axis_words, axis_values),
+    [CONFIG_QUANT_GROUP] = RANGE("q_group_size", 16, 128),
+    [CONFIG_QUANT_RESIDUAL] = RANGE("residual_length", 0, KV_MAX_TAIL_TOKENS),
+    [CONFIG_QUANT_SINKS] = RANGE("sinks", 0, KV_PAGE_TOKENS),
+    [CONFIG_QUANT_CENTRE] = WORDS("centre", centre_words, NULL),
+    [CONFIG_QUANT_ROTATE] = WORDS("rotate", bool_words, NULL),
+    [CONFIG_QUANT_PAIR_SCALE] = WORDS("pair-scale", bool_words, NULL),
+    [CONFIG_QUANT_LEVELS] = WORDS("levels", levels_words, NULL),
+};
+
+const char *const config_quant_names[] = {"quant.backend",     "quant.nbits",        "quant.nbits_key",       "quant.nbits_value", "quant.axis_key",
+                                          "quant.axis_value",  "quant.q_group_size", "quant.residual_length", "quant.sinks",       "quant.centre",
+                                          "quant.rotate",      "quant.pair-scale",   "quant.levels"};
+const size_t config_quant_n_names = N_ELEMENTS(config_quant_names);
+
+const char *config_quant_name(ConfigQuantKey key)
+{
+    return quant_keys[key].name;
+}
+
+static int quant_parse(const QuantKey *key, const char *text, int16_t *ret, ErrorDetail *reterr)
+{
+    uint64_t number;
+    size_t index;
+    int r;
+
+    if (key->n_words > 0) {
+        r = config_value_word(text, key->words, key->n_words, &index, reterr);
+        if (!r)
+            *ret = key->values ? key->values[index] : (int16_t)index;
+        return r;
+    }
+    r = config_value_u64(text, key->min, key->max, &number, reterr);
+    if (!r)
+        *ret = (int16_t)number;
+    return r;
+}
+
+static int quant_set_key(ConfigQuant *quant, ConfigQuantKey key, const char *text, ErrorDetail *reterr)
+{
+    int r = quant_parse(&quant_keys[key], text, &quant->values[key], reterr);
+
+    if (!r)
+        quant->written |= 1u << key;
+    return r;
+}
+
+int config_quant_set(ConfigQuant *quant, const char *name, const char *text, ErrorDetail *reterr)
+{
+    int r;
+
+    if (strcmp(name, "nbits") == 0) {
+        r = quant_set_key(quant, CONFIG_QUANT_NBITS_KEY, text, reterr);
+        return r ? r : quant_set_key(quant, CONFIG_QUANT_NBITS_VALUE, text, reterr);
+    }
+    for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
+        if (strcmp(name, quant_keys[key].name) == 0)
+            return quant_set_key(quant, (ConfigQuantKey)key, text, reterr);
+    return error_detail_set(reterr, -EINVAL, "quant key '%.60s' is not known", name);
+}
+
+void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret, size_t size)
+{
+    const QuantKey *k = &quant_keys[key];
+
+    for (size_t i = 0; i < k->n_words; i++)
+        if (quant->values[key] == (k->values ? k->values[i] : (int16_t)i)) {
+            (void)snprintf(ret, size, "%s", k->words[i]);
+            return;
+        }
+    (void)snprintf(ret, size, "%d", quant->values[key]);
+}
+
+void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from)
+{
+    for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
+        if (from->written & 1u << key)
+            to->values[key] = from->values[key];
+    to->written |= from->written;
+}
+
+/* fp8 has one scale a layer and keeps no residual. */
+static int quant_check_fp8(const ConfigQuant *quant, KvFormKind kind, ErrorDetail *reterr)
+{
+    static const ConfigQuantKey refused[] = {CONFIG_QUANT_GROUP, CONFIG_QUANT_RESIDUAL};
+
+    for (size_t i = 0; i < N_ELEMENTS(refused); i++)
+        if (kind == KV_FORM_FP8 && quant->written & 1u << refused[i])
+            return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for backend fp8: it has neither groups nor a residual",
+                                    quant_keys[refused[i]].name);
+    return 0;
+}
+
+/* Pages hold groups that lie within a token's head: the axis that gives these. */
+static int quant_check_axis(const ConfigQuant *quant, ConfigQuantKey key, KvFormKind kind, ErrorDetail *reterr)
+{
+    int axis = kind == KV_FORM_QUANTO ? 0 : 1;
+
+    if (!(quant->written & 1u << key))
+        return 0;
+    if (kind != KV_FORM_QUANTO && kind != KV_FORM_HQQ)
+        return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for backend %s: hqq and quanto have axes",
+                                quant_keys[key].name, kv_form_kind_to_string(kind));
+    if (quant->values[key] != axis)
+        return error_detail_set(reterr, -EINVAL, "quant.%s %d: pages of %s need %d, where a group lies within a token's head",
+                                quant_keys[key].name, quant->values[key], kv_form_kind_to_string(kind), axis);
+    return 0;
+}
+
+int config_quant_form(const ConfigQuant *quant, KvForm *form, ErrorDetail *reterr)
+{
+    const int16_t *v = quant->values;
+    KvForm f = *form;
+    int r;
+
+    if (quant->written & 1u << CONFIG_QUANT_BACKEND && v[CONFIG_QUANT_BACKEND] != (int16_t)f.kind)
+        f = kv_form_default((KvFormKind)v[CONFIG_QUANT_BACKEND]);
+    if (quant->written & 1u << CONFIG_QUANT_NBITS_KEY)
+        f.k_bits = (uint8_t)v[CONFIG_QUANT_NBITS_KEY];
+    if (quant->written & 1u << CONFIG_QUANT_NBITS_VALUE)
+        f.v_bits = (uint8_t)v[CONFIG_QUANT_NBITS_VALUE];
+    if (f.kind == KV_FORM_LEAT)
+        f = kv_form_leat(f.k_bits, f.v_bits);
+    if (quant->written & 1u << CONFIG_QUANT_GROUP)
+        f.group_dims = (uint16_t)v[CONFIG_QUANT_GROUP];
+    if (quant->written & 1u << CONFIG_QUANT_RESIDUAL)
+        f.tail_tokens = (uint16_t)v[CONFIG_QUANT_RESIDUAL];
+    if (quant->written & 1u << CONFIG_QUANT_SINKS)
+        f.sink_tokens = (uint16_t)v[CONFIG_QUANT_SINKS];
+    if (quant->written & 1u << CONFIG_QUANT_CENTRE)
+        f.centre = (KvCentre)v[CONFIG_QUANT_CENTRE];
+    if (quant->written & 1u << CONFIG_QUANT_ROTATE)
+        f.rotation = v[CONFIG_QUANT_ROTATE] ? KV_ROTATION_HADAMARD : KV_ROTATION_NONE;
+    if (quant->written & 1u << CONFIG_QUANT_PAIR_SCALE)
+        f.pair_scale = v[CONFIG_QUANT_PAIR_SCALE];
+    if (quant->written & 1u << CONFIG_QUANT_LEVELS)
+        f.levels = (KvLevels)v[CONFIG_QUANT_LEVELS];
+    r = quant_check_axis(quant, CONFIG_QUANT_AXIS_KEY, f.kind, reterr);
+    if (!r)
+        r = quant_check_axis(quant, CONFIG_QUANT_AXIS_VALUE, f.kind, reterr);
+    if (!r)
+        r = quant_check_fp8(quant, f.kind, reterr);
+    if (!r) {
+        r = kv_form_check(f, reterr);
+        if (r)
+            error_detail_prefix(reterr, "quant");
+    }
+    if (!r)
+        *form = f;
+    return r;
+}

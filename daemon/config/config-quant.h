@@ -1,0 +1,40 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The quant: keys of a cache block: which form the pages take.  What is not written is the backend's default. */
+
+#include "quant/kv-codec.h"
+
+typedef enum ConfigQuantKey {
+    CONFIG_QUANT_BACKEND, /* a KvFormKind */
+    CONFIG_QUANT_NBITS_KEY,
+    CONFIG_QUANT_NBITS_VALUE,
+    CONFIG_QUANT_AXIS_KEY,
+    CONFIG_QUANT_AXIS_VALUE,
+    CONFIG_QUANT_GROUP,
+    CONFIG_QUANT_RESIDUAL,
+    CONFIG_QUANT_SINKS,
+    CONFIG_QUANT_CENTRE,
+    CONFIG_QUANT_ROTATE,
+    CONFIG_QUANT_PAIR_SCALE,
+    CONFIG_QUANT_LEVELS,
+    CONFIG_QUANT_X_MAX,
+} ConfigQuantKey;
+
+typedef struct ConfigQuant {
+    uint32_t written; /* 1 << key */
+    int16_t values[CONFIG_QUANT_X_MAX];
+} ConfigQuant;
+
+/* Names as in YAML, without "quant."; "nbits" sets both sides. */
+extern const char *const config_quant_names[];
+extern const size_t config_quant_n_names;
+
+/* 0, or -EINVAL with what was expected. */
+int config_quant_set(ConfigQuant *quant, const char *name, const char *text, ErrorDetail *reterr);
+/* The written form of a key's value. */
+void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret, size_t size);
+const char *config_quant_name(ConfigQuantKey key);
+/* Each written key of @from replaces that of @to. */
+void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from);
+/* The form that results, starting from @form; -EINVAL names a combination that is none. */
+int config_quant_form(const ConfigQuant *quant, KvForm *form, ErrorDetail *reterr);
