@@ -55,6 +55,22 @@ static void hqq_2_bit_golden_group(void **state)
     expect(2, golden, 2.0f, 0.959470f, codes, values);
 }
 
+/* A group by itself, with our own order of sums, stops at the same place. */
+static void hqq_golden_group_by_itself(void **state)
+{
+    static const uint8_t codes_2[8] = {0, 0, 1, 1, 1, 2, 2, 3}, codes_4[8] = {0, 3, 5, 6, 7, 9, 11, 15};
+    float scale, zero;
+    uint8_t codes[8];
+
+    (void)state;
+    kv_hqq_group(2, golden, 8, codes, &scale, &zero);
+    assert_true(scale == 0.5f && fabsf(zero - 0.959470f) <= 1e-5f);
+    assert_memory_equal(codes, codes_2, 8);
+    kv_hqq_group(4, golden, 8, codes, &scale, &zero);
+    assert_true(fabsf(scale - 0.1f) <= 1e-6f && fabsf(zero - 5.0f) <= 1e-5f);
+    assert_memory_equal(codes, codes_4, 8);
+}
+
 static void hqq_constant_group(void **state)
 {
     static const float x[8] = {0.3f, 0.3f, 0.3f, 0.3f, 0.3f, 0.3f, 0.3f, 0.3f};
@@ -254,6 +270,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(hqq_4_bit_golden_group),
         cmocka_unit_test(hqq_2_bit_golden_group),
+        cmocka_unit_test(hqq_golden_group_by_itself),
         cmocka_unit_test(hqq_constant_group),
         cmocka_unit_test(hqq_worse_than_plain_case),
         cmocka_unit_test(hqq_packing_puts_the_first_block_of_rows_in_the_high_bits),
