@@ -324,6 +324,7 @@ static const CallKey call_keys[CALL_OPTION_X_MAX] = {
     [CALL_OPTION_PROMPT_FD] = {"prompt-fd", "h", call_read_fd, 0, 0, 0},
     [CALL_OPTION_PARSE_SPECIAL] = {"parse-special", "b", call_read_bool, MEMBER(parse_special), 0, 0},
     [CALL_OPTION_IDS_FORMAT] = {"ids-format", "s", call_read_ids_format, 0, 0, 0},
+    [CALL_OPTION_DEPTH] = {"depth", "u", call_read_u32, MEMBER(depth), 0, UINT32_MAX},
 };
 
 static void call_free_strings(const char **strings, size_t n)

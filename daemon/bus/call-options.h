@@ -34,6 +34,7 @@ typedef enum CallOption {
     CALL_OPTION_PROMPT_FD,
     CALL_OPTION_PARSE_SPECIAL,
     CALL_OPTION_IDS_FORMAT,
+    CALL_OPTION_DEPTH,
     CALL_OPTION_X_MAX,
 } CallOption;
 
@@ -72,6 +73,7 @@ typedef struct CallOptions {
     size_t n_ids;
     int prompt_fd; /* owned, or -1 */
     CallIdsFormat ids_format;
+    uint32_t depth;
 } CallOptions;
 #define CALL_OPTIONS_NULL ((CallOptions){.priority = ENGINE_PRIORITY_NORMAL, .prompt_fd = -1})
 void call_options_clear(CallOptions *options);

@@ -253,13 +253,16 @@ static int bus_model_estimate(sd_bus_message *m, void *userdata, sd_bus_error *e
 {
     _cleanup_(call_options_clear) CallOptions options = CALL_OPTIONS_NULL;
     BusModel *model = userdata;
-    EngineQuery query = {.kind = ENGINE_QUERY_ESTIMATE, .model = model->name, .fd = -1};
+    EngineQuery query = {.kind = ENGINE_QUERY_ESTIMATE, .model = model->name, .n = -1, .fd = -1};
     const ConfigModel *config;
     KvPolicy policy;
     int r;
 
-    if ((r = call_options_read(m, CALL_OPTION_BIT(CALL_OPTION_CACHE), &options, error)) < 0 || (r = bus_model_config(model, &config, error)) < 0)
+    if ((r = call_options_read(m, CALL_OPTION_BIT(CALL_OPTION_CACHE) | CALL_OPTION_BIT(CALL_OPTION_DEPTH), &options, error)) < 0 ||
+        (r = bus_model_config(model, &config, error)) < 0)
         return error_trace(r);
+    if (call_options_have(&options, CALL_OPTION_DEPTH))
+        query.n = options.depth;
     if (call_options_have(&options, CALL_OPTION_CACHE)) {
         if ((r = bus_policy(model->bus, config, NULL, &options.cache, &policy, error)) < 0)
             return error_trace(r);

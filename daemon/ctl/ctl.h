@@ -48,7 +48,8 @@ typedef struct Ctl {
     int n_arguments;
 
     const char *model, *system, *file, *priority, *npy, *output, *spool, *ids_file;
-    bool raw, ids, ignore_eos, stats, special;
+    bool raw, ids, ignore_eos, stats, special, has_depth;
+    uint32_t depth; /* estimate */
     double duration;
     CtlPair *cache, *sampling, *inputs;
     size_t n_cache, n_sampling, n_inputs;

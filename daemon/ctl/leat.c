@@ -23,7 +23,7 @@ static const struct {
     {"load", ctl_verb_load, "[MODEL]", "load a model now"},
     {"unload", ctl_verb_unload, "[MODEL]", "take a model off the device"},
     {"tokenize", ctl_verb_tokenize, "[TEXT...]", "token ids of a text"},
-    {"estimate", ctl_verb_estimate, "[MODEL]", "bytes by purpose and place before loading"},
+    {"estimate", ctl_verb_estimate, "[MODEL] [--depth N]", "bytes by purpose and place, and speed, before loading"},
     {"eval", ctl_verb_eval, "--ids FILE --npy OUT", "teacher-forced logits, float32 [tokens, vocabulary]"},
     {"trace", ctl_verb_trace, "[-- COMMAND...]", "record kernels and copies while a command runs (or for --duration)"},
     {"config", ctl_verb_config, "check [FILE]", "all mistakes of the configuration, with their places"},
@@ -76,6 +76,7 @@ static void ctl_help(void)
 enum {
     OPTION_USER = 256, OPTION_SYSTEM, OPTION_JSON, OPTION_NO_LEGEND, OPTION_TIMEOUT, OPTION_PRIORITY, OPTION_CACHE, OPTION_STOP,
     OPTION_IGNORE_EOS, OPTION_RAW, OPTION_IDS, OPTION_STATS, OPTION_SPOOL, OPTION_SPECIAL, OPTION_DURATION, OPTION_NPY, OPTION_VERSION,
+    OPTION_DEPTH,
     OPTION_BEAMS, OPTION_RETURN, OPTION_EARLY_STOPPING, OPTION_LENGTH_PENALTY, OPTION_SAMPLE, OPTION_PROMPTS, OPTION_BAD_WORD,
     OPTION_SAMPLING, /* and the following ones, in the order of ctl_sampling_options */
 };
@@ -106,6 +107,7 @@ static const struct option ctl_options[] = {
     {"output", required_argument, NULL, 'o'},
     {"duration", required_argument, NULL, OPTION_DURATION},
     {"npy", required_argument, NULL, OPTION_NPY},
+    {"depth", required_argument, NULL, OPTION_DEPTH},
     {"help", no_argument, NULL, 'h'},
     {"version", no_argument, NULL, OPTION_VERSION},
     {"temperature", required_argument, NULL, OPTION_SAMPLING + 0},
@@ -233,6 +235,20 @@ static int ctl_parse_several(Ctl *ctl, int option)
     return CTL_EXIT_DONE;
 }
 
+static int ctl_parse_depth(Ctl *ctl, const char *text)
+{
+    char *end;
+    unsigned long long depth;
+
+    errno = 0;
+    depth = strtoull(text, &end, 10);
+    if (errno || *end || end == text || depth > UINT32_MAX || text[0] == '-')
+        return ctl_fail(CTL_EXIT_USAGE, "--depth %s: a number of tokens is expected", text);
+    ctl->has_depth = true;
+    ctl->depth = (uint32_t)depth;
+    return CTL_EXIT_DONE;
+}
+
 /* One option; `eval --ids FILE` takes its file from what follows. */
 static int ctl_parse_option(Ctl *ctl, int option)
 {
@@ -304,6 +320,8 @@ static int ctl_parse_option(Ctl *ctl, int option)
     case OPTION_NPY:
         ctl->npy = optarg;
         break;
+    case OPTION_DEPTH:
+        return ctl_parse_depth(ctl, optarg);
     default:
         return CTL_EXIT_USAGE;
     }

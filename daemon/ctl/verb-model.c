@@ -96,6 +96,17 @@ int ctl_verb_tokenize(Ctl *ctl)
     return CTL_EXIT_DONE;
 }
 
+static int append_estimate_options(Ctl *ctl, sd_bus_message *call)
+{
+    int r = sd_bus_message_open_container(call, 'a', "{sv}");
+
+    if (r >= 0)
+        r = ctl_append_cache(ctl, call);
+    if (r >= 0 && ctl->has_depth)
+        r = sd_bus_message_append(call, "{sv}", "depth", "u", ctl->depth);
+    return r < 0 ? r : sd_bus_message_close_container(call);
+}
+
 int ctl_verb_estimate(Ctl *ctl)
 {
     _cleanup_(sd_bus_message_unrefp) sd_bus_message *call = NULL, *reply = NULL;
@@ -106,7 +117,7 @@ int ctl_verb_estimate(Ctl *ctl)
     if (!r)
         r = ctl_new_call(ctl, path, CTL_MODEL, "Estimate", &call);
     if (!r)
-        r = ctl_call(ctl, call, ctl_append_cache_options(ctl, call), &reply);
+        r = ctl_call(ctl, call, append_estimate_options(ctl, call), &reply);
     if (r)
         return r;
     estimate = ctl_message_read(reply);

@@ -62,7 +62,6 @@ EngineResult device_ensure(Engine *engine, ErrorDetail *reterr)
 void device_close(Engine *engine)
 {
     engine->overlap_job = 0;
-    engine->rates = (DeviceRates){0, 0};
     engine->gpu = gpu_free(engine->gpu);
 }
 

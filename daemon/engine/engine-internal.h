@@ -14,7 +14,6 @@
 #include "daemon/engine/mailbox.h"
 #include "daemon/engine/models.h"
 #include "daemon/engine/query.h"
-#include "daemon/engine/rates.h"
 #include "daemon/engine/scheduler.h"
 #include "daemon/engine/session.h"
 
@@ -54,7 +53,6 @@ struct Engine {
 
     Gpu *gpu;
     ErrorDetail device_error;
-    DeviceRates rates; /* zero: not measured */
     uint64_t device_retry_usec, device_backoff_usec;
     void **abandoned; /* host memory that a hung device may still write to */
     size_t n_abandoned;
@@ -161,5 +159,5 @@ void status_form(KvForm form, char *ret, size_t size);
 const char *status_transfer(KvTransfer transfer);
 
 /* ---- estimate.c */
-/* Json of Model.Estimate; the slot's file must be there. */
-EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *policy, char **ret_json, ErrorDetail *reterr);
+/* Json of Model.Estimate; the slot's file must be there.  @depth: of the past that the speed is wanted for; negative: none. */
+EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *policy, int64_t depth, char **ret_json, ErrorDetail *reterr);

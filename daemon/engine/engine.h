@@ -243,7 +243,7 @@ typedef enum EngineQueryKind {
     ENGINE_QUERY_CROP_SESSION,  /* n (<= 0) → json {"length"} */
     ENGINE_QUERY_SESSION_CACHE, /* → json of Session.Cache */
     ENGINE_QUERY_COUNT_TOKENS,  /* model or session; messages or text → json {"tokens"}; with want_ids: ids in the event */
-    ENGINE_QUERY_ESTIMATE,      /* model, policy → json of Model.Estimate */
+    ENGINE_QUERY_ESTIMATE,      /* model, policy, n (a depth, or negative) → json of Model.Estimate */
     ENGINE_QUERY_UNLOAD,
     ENGINE_QUERY_STATUS,        /* → json: device, budget, bytes by purpose, counters, models, sessions, jobs */
     ENGINE_QUERY_TRACE_START,

@@ -2,6 +2,8 @@
 /* Model.Estimate: bytes by purpose and place before anything is allocated. */
 
 #include "daemon/engine/engine-internal.h"
+#include "daemon/model/speed.h"
+#include "quant/base/log.h"
 
 #include <jansson.h>
 
@@ -51,21 +53,53 @@ static const char *transfer_in_effect(const KvPolicy *policy, const ModelPlan *p
     return status_transfer(plan->kv.n_slots > 0 ? KV_TRANSFER_COPY : KV_TRANSFER_ZERO_COPY);
 }
 
-/* The speed to expect, when it can be measured: at the first token and with the context full. */
-static void add_prediction(Engine *engine, const ModelFit *fit, uint32_t context, json_t *json)
+/* Nobody waits for the device, nor would what is measured be disturbed. */
+static bool is_idle(const Engine *engine)
 {
-    const ModelPlan *plan = &fit->plan;
-    uint64_t past = plan->kv.host_bytes_per_token * context + plan->kv.device_page_bytes;
-    const char *limit;
-    double first, full;
+    for (const Job *job = engine->jobs; job; job = job->next)
+        if (job->active)
+            return false;
+    return true;
+}
 
-    if (engine->rates.read == 0 && device_rates_measure(engine->gpu, engine->watchdog_usec, &engine->rates) != 0)
+static void add_speed(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, const char *suffix, json_t *json)
+{
+    ModelPrediction prediction;
+    char key[64];
+
+    model_predict(speed, fit, depth, &prediction);
+    (void)snprintf(key, sizeof(key), "seconds-per-token%s", suffix);
+    (void)json_object_set_new(json, key, json_real(prediction.token_sec));
+    (void)snprintf(key, sizeof(key), "decode-rate%s", suffix);
+    (void)json_object_set_new(json, key, json_real(prediction.token_sec > 0 ? 1 / prediction.token_sec : 0));
+    (void)snprintf(key, sizeof(key), "prefill-rate%s", suffix);
+    (void)json_object_set_new(json, key, json_real(prediction.prefill_rate));
+    (void)snprintf(key, sizeof(key), "limit%s", suffix);
+    (void)json_object_set_new(json, key, json_string(prediction.bus_limited ? "bus" : "arithmetic"));
+}
+
+/* The speed to expect, when it was measured or can be now: at the first token, with the context full, and at a depth that is asked for. */
+static void add_prediction(Engine *engine, const ModelSlot *slot, const ModelFit *fit, uint32_t context, int64_t depth, json_t *json)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    ModelSpeed speed;
+    int r;
+
+    mailbox_allow(engine->mailbox, now_usec() + ENGINE_LOAD_ALLOWANCE_USEC);
+    r = model_speed(engine->gpu, slot_file(slot), fit, is_idle(engine), &speed, &detail);
+    mailbox_allow(engine->mailbox, 0);
+    if (r) {
+        log_debug("The speed of '%s' is not known: %s", slot->config.name, detail.text);
         return;
-    first = device_rates_predict(&engine->rates, plan->weight_total_bytes, plan->weight_streamed_bytes, &limit);
-    full = device_rates_predict(&engine->rates, plan->weight_total_bytes + past, streamed_bytes(fit, context), &limit);
-    (void)json_object_set_new(json, "seconds-per-token", json_real(first));
-    (void)json_object_set_new(json, "seconds-per-token-full", json_real(full));
-    (void)json_object_set_new(json, "limit-full", json_string(limit));
+    }
+    (void)json_object_set_new(json, "upload-rate", json_real(speed.upload_rate));
+    (void)json_object_set_new(json, "hidden-share", json_real(speed.hidden_share));
+    add_speed(&speed, fit, 0, "", json);
+    add_speed(&speed, fit, context, "-full", json);
+    if (depth < 0)
+        return;
+    (void)json_object_set_new(json, "depth", json_integer((json_int_t)depth));
+    add_speed(&speed, fit, (uint32_t)MIN(depth, (int64_t)context), "-at-depth", json);
 }
 
 static json_t *plan_json(const ModelFit *fit, uint32_t context)
@@ -92,7 +126,7 @@ static json_t *plan_json(const ModelFit *fit, uint32_t context)
         p->device_total_bytes <= p->device_budget_bytes);
 }
 
-EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *policy, char **ret_json, ErrorDetail *reterr)
+EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *policy, int64_t depth, char **ret_json, ErrorDetail *reterr)
 {
     uint32_t context = slot_context(slot, policy);
     uint64_t used[GPU_PURPOSE_X_MAX], total = 0;
@@ -113,7 +147,7 @@ EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *poli
         (void)json_object_set_new(json, "streamed-bytes-per-token", json_integer((json_int_t)streamed_bytes(&fit, context)));
         (void)json_object_set_new(json, "device-budget-bytes", json_integer((json_int_t)fit.plan.device_budget_bytes));
         (void)json_object_set_new(json, "device-used-bytes", json_integer((json_int_t)total));
-        add_prediction(engine, &fit, context, json);
+        add_prediction(engine, slot, &fit, context, depth, json);
     }
     *ret_json = json ? json_dumps(json, JSON_COMPACT) : NULL;
     json_decref(json);

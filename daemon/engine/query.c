@@ -258,7 +258,7 @@ static void query_estimate(Engine *engine, Query *query, ModelSlot *slot)
     char *json = NULL;
     EngineResult result;
 
-    result = estimate_json(engine, slot, query->has_policy ? &query->policy : &slot->config.policy, &json, &detail);
+    result = estimate_json(engine, slot, query->has_policy ? &query->policy : &slot->config.policy, query->n, &json, &detail);
     query->reply->json = json;
     query_answer(engine, query, result, &detail);
 }

@@ -6,9 +6,12 @@
  *   exact=1     compute: exact                   trace=FILE a Chrome trace of eight decode steps after the measured ones
  *   cache.KEY=VALUE  the keys of the YAML cache block, "cache.strategy=dynamic"        state=FOLDER for the calibration
  *   warmup=N    decode steps before the measured ones (4)    programs=FOLDER for compiled kernels
+ *   device=N    budget of the device in percent of the weights: what does not fit streams     slots=N  it streams through (2)
+ *   weights=copy | zero-copy    how        predict=1   what the planner says of prefill and of the middle of the decoding
  */
 
 #include "daemon/config/config.h"
+#include "daemon/model/speed.h"
 
 #include <fcntl.h>
 #include <inttypes.h>
@@ -18,7 +21,9 @@
 typedef struct Bench {
     const char *model, *trace, *state, *programs;
     uint32_t n_prompt, n_tokens, chunk, n_warmup;
-    bool exact;
+    bool exact, predict;
+    uint32_t device_percent; /* 0: no limit */
+    ModelWeights weights;
     ConfigCache cache;
 } Bench;
 
@@ -59,6 +64,14 @@ static void parse(Bench *bench, char *argument)
         bench->chunk = (uint32_t)strtoul(value, NULL, 10);
     } else if (!strcmp(argument, "exact")) {
         bench->exact = value[0] == '1';
+    } else if (!strcmp(argument, "predict")) {
+        bench->predict = value[0] == '1';
+    } else if (!strcmp(argument, "device")) {
+        bench->device_percent = (uint32_t)strtoul(value, NULL, 10);
+    } else if (!strcmp(argument, "slots")) {
+        bench->weights.n_slots = (uint32_t)strtoul(value, NULL, 10);
+    } else if (!strcmp(argument, "weights")) {
+        bench->weights.transfer = !strcmp(value, "copy") ? KV_TRANSFER_COPY : KV_TRANSFER_ZERO_COPY;
     } else if (!strcmp(argument, "trace")) {
         bench->trace = value;
     } else if (!strcmp(argument, "state")) {
@@ -132,6 +145,41 @@ static void run_trace(const Bench *bench, Gpu *gpu, Model *model, KvStore *store
     (void)close(fd);
 }
 
+/* How it fits, and what the planner says of it before it is loaded. */
+static ModelFit plan(const Bench *bench, Gpu *gpu, const ModelFile *file, const KvPolicy *policy)
+{
+    ModelOptions options = {.exact = bench->exact, .max_rows = bench->chunk, .max_sequences = 1, .weights = bench->weights};
+    uint64_t available = gpu_info(gpu)->budget_bytes;
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    ModelPrediction prefill, decode;
+    ModelSpeed speed;
+    ModelFit fit;
+    int r = model_fit(gpu_info(gpu), file, &options, policy, available, &fit, &detail);
+
+    if (!r && bench->device_percent > 0) {
+        available = fit.plan.weight_total_bytes * bench->device_percent / 100;
+        r = model_fit(gpu_info(gpu), file, &options, policy, available, &fit, &detail);
+    }
+    if (!r && bench->predict)
+        r = model_speed(gpu, file, &fit, true, &speed, &detail);
+    if (r)
+        die("plan", r, &detail);
+    gpu_set_budget(gpu, available);
+    if (bench->predict) {
+        model_predict(&speed, &fit, bench->n_prompt / 2, &prefill);
+        model_predict(&speed, &fit, bench->n_prompt + bench->n_warmup + bench->n_tokens / 2, &decode);
+        (void)printf("{\"predicted_prefill_rate\": %.2f, \"predicted_decode_rate\": %.2f, \"hidden_share\": %.2f, \"upload_rate\": %.3g, ",
+                     prefill.prefill_rate, 1 / decode.token_sec, speed.hidden_share, speed.upload_rate);
+    } else {
+        (void)printf("{");
+    }
+    (void)printf("\"weight_bytes\": %" PRIu64 ", \"weight_total_bytes\": %" PRIu64 ", \"weight_streamed_bytes\": %" PRIu64
+                 ", \"weight_in_place_bytes\": %" PRIu64 ", \"layers_resident\": %u, \"planned_device_bytes\": %" PRIu64 ", ",
+                 fit.plan.weight_bytes, fit.plan.weight_total_bytes, fit.plan.weight_streamed_bytes, fit.plan.weight_in_place_bytes,
+                 fit.plan.n_layers_resident, fit.plan.device_total_bytes);
+    return fit;
+}
+
 static void report(const Bench *bench, Gpu *gpu, KvStore *store, KvCache *cache, double prefill, double decode, const GpuCounters *before,
                    const GpuCounters *after)
 {
@@ -141,7 +189,7 @@ static void report(const Bench *bench, Gpu *gpu, KvStore *store, KvCache *cache,
 
     gpu_memory_used(gpu, used, &total);
     kv_cache_bytes(cache, &bytes);
-    (void)printf("{\"device\": \"%s\", \"simd\": %d, \"strategy\": \"%s\", \"k_bits\": %u, \"v_bits\": %u, \"prompt\": %u, \"tokens\": %u",
+    (void)printf("\"device\": \"%s\", \"simd\": %d, \"strategy\": \"%s\", \"k_bits\": %u, \"v_bits\": %u, \"prompt\": %u, \"tokens\": %u",
                  gpu_info(gpu)->name, (int)gpu_info(gpu)->simd, kv_strategy_to_string(policy->strategy), policy->form.k_bits,
                  policy->form.v_bits, bench->n_prompt, bench->n_tokens);
     (void)printf(", \"prefill_rate\": %.2f, \"decode_rate\": %.2f, \"launches_per_token\": %.2f, \"uploads_per_token\": %.2f",
@@ -161,7 +209,7 @@ int main(int argc, char **argv)
     const ConfigCache *blocks[] = {&bench.cache};
     GpuOptions gpu_options = {.cache_dir = NULL};
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    ModelOptions options;
+    ModelFit fit;
     ModelFile *file;
     Model *model;
     Gpu *gpu;
@@ -180,10 +228,13 @@ int main(int argc, char **argv)
     for (int i = 2; i < argc; i++)
         parse(&bench, argv[i]);
     gpu_options.cache_dir = bench.programs;
-    options = (ModelOptions){.exact = bench.exact, .max_rows = bench.chunk, .max_sequences = 1};
     if ((r = gpu_open(&gpu_options, &gpu, &detail)) || (r = model_file_open(bench.model, bench.state, &file, &detail)) ||
-        (r = model_new(gpu, file, &options, &model, &detail)) || (r = config_policy(blocks, 1, bench.exact, &policy, &detail)) ||
-        (r = model_store_new(model, &policy, &store, &detail)) || (r = kv_cache_new(store, &cache, &detail)))
+        (r = config_policy(blocks, 1, bench.exact, &policy, &detail)))
+        die("start", r, &detail);
+    fit = plan(&bench, gpu, file, &policy);
+    bench.chunk = fit.options.max_rows;
+    if ((r = model_new(gpu, file, &fit.options, &model, &detail)) || (r = model_store_new(model, &fit.policy, &store, &detail)) ||
+        (r = kv_cache_new(store, &cache, &detail)))
         die("start", r, &detail);
     logits = calloc(model_file_params(model_file(model))->n_vocab, sizeof(*logits));
     token = prompt_token(bench.n_prompt, model_file_params(model_file(model))->n_vocab);

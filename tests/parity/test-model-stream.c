@@ -4,6 +4,7 @@
  * those of resident weights to the last bit, and the device shows what the plan says.
  */
 
+#include "daemon/model/speed.h"
 #include "tests/lib/model-rig.h"
 
 #include <setjmp.h>
@@ -276,6 +277,59 @@ static void whatever_is_left_of_the_device_the_plan_equals_what_the_allocator_sh
     assert_int_equal(seen & 15, MODEL_STEP_ROWS | MODEL_STEP_STAGING | MODEL_STEP_HOME | MODEL_STEP_WEIGHTS);
 }
 
+/* ---- speed ------------------------------------------------------------------------------------------------------------------ */
+
+static void the_device_is_measured_once_and_left_as_it_was(void **state)
+{
+    _cleanup_(model_file_freep) ModelFile *file = NULL;
+    char path[4096], folder[] = "/tmp/leat-speed-XXXXXX", command[64];
+    uint64_t used[GPU_PURPOSE_X_MAX], before, after;
+    ModelSpeed speed, again;
+    ModelFit fit = {.options = {.max_rows = 64}, .policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false)};
+
+    assert_non_null(mkdtemp(folder));
+    rig_path(fixtures[1], path, sizeof(path));
+    assert_int_equal(model_file_open(path, folder, &file, NULL), 0);
+    assert_int_equal(model_plan(gpu_info(*state), file, &fit.options, &fit.policy, &fit.plan, NULL), 0);
+    gpu_memory_used(*state, used, &before);
+    assert_int_equal(model_speed(*state, file, &fit, false, &speed, NULL), -ENOENT);
+    assert_int_equal(model_speed(*state, file, &fit, true, &speed, NULL), 0);
+    gpu_memory_used(*state, used, &after);
+    assert_int_equal(before, after);
+    assert_true(speed.head_sec + speed.layer_sec > 0 && speed.chunk_rows == 64 && speed.upload_rate > 0);
+    assert_true(speed.hidden_share >= 0 && speed.hidden_share <= 1);
+    assert_int_equal(model_speed(*state, file, &fit, false, &again, NULL), 0);
+    assert_memory_equal(&speed, &again, sizeof(speed));
+    fit.policy.form.v_bits = 8; /* other kernels: unknown */
+    assert_int_equal(model_speed(*state, file, &fit, false, &again, NULL), -ENOENT);
+    (void)snprintf(command, sizeof(command), "rm -r %s", folder);
+    assert_int_equal(system(command), 0);
+}
+
+static void a_prediction_adds_up_what_was_measured(void **state)
+{
+    ModelSpeed speed = {.head_sec = 0.001, .layer_sec = 0.0001, .layer_past_sec = 1e-8, .chunk_rows = 100, .chunk_sec = 0.01,
+                        .chunk_layer_sec = 0.002, .chunk_layer_past_sec = 1e-7, .upload_rate = 1e9, .hidden_share = 1};
+    ModelFit fit = {.policy = {.home = KV_HOME_HOST}};
+    ModelPrediction prediction;
+
+    (void)state;
+    fit.plan.n_layers = 20;
+    fit.plan.kv.host_bytes_per_token = 1000;
+    model_predict(&speed, &fit, 10000, &prediction);
+    assert_true(prediction.token_sec > 0.00499 && prediction.token_sec < 0.00501); /* read in place: nothing is copied */
+    assert_true(prediction.prefill_rate > 1428 && prediction.prefill_rate < 1429);
+    assert_false(prediction.bus_limited);
+    fit.plan.kv.n_slots = 2;
+    model_predict(&speed, &fit, 10000, &prediction);
+    assert_true(prediction.token_sec > 0.00999 && prediction.token_sec < 0.01001); /* ten megabytes at a gigabyte a second */
+    assert_true(prediction.bus_limited);
+    speed.hidden_share = 0.5;
+    fit.plan.weight_streamed_bytes = 2000000;
+    model_predict(&speed, &fit, 0, &prediction);
+    assert_true(prediction.token_sec > 0.00399 && prediction.token_sec < 0.00401); /* 3 ms, 2 ms of copies, half of them hidden */
+}
+
 /* ---- the real model --------------------------------------------------------------------------------------------------------- */
 
 enum { REAL_PROMPT = 24, REAL_STEPS = 3, REAL_VOCAB = 49152 };
@@ -352,6 +406,8 @@ int main(void)
         cmocka_unit_test(weights_that_leave_the_device_between_two_tokens_change_no_bit),
         cmocka_unit_test(a_warm_step_with_streamed_weights_creates_nothing),
         cmocka_unit_test(whatever_is_left_of_the_device_the_plan_equals_what_the_allocator_shows),
+        cmocka_unit_test(the_device_is_measured_once_and_left_as_it_was),
+        cmocka_unit_test(a_prediction_adds_up_what_was_measured),
         cmocka_unit_test(smollm2_gives_the_same_bits_at_any_share_of_its_weights),
     };
 

@@ -10,6 +10,7 @@
  */
 
 #include "daemon/engine/engine.h"
+#include "daemon/model/speed.h"
 #include "daemon/text/chat-template.h"
 #include "tests/lib/engine-talk.h"
 
@@ -516,6 +517,19 @@ int model_new(Gpu *gpu, ModelFile *file, const ModelOptions *options, Model **re
     pthread_mutex_unlock(&fake.lock);
     *ret = model;
     return 0;
+}
+
+int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_measure, ModelSpeed *ret, ErrorDetail *reterr)
+{
+    (void)gpu, (void)file, (void)fit, (void)reterr;
+    *ret = (ModelSpeed){.layer_sec = 0.001};
+    return may_measure ? 0 : -ENOENT;
+}
+
+void model_predict(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, ModelPrediction *ret)
+{
+    (void)fit;
+    *ret = (ModelPrediction){.token_sec = speed->layer_sec * (1 + depth), .prefill_rate = 5};
 }
 
 Model *model_free(Model *model)
