@@ -127,7 +127,7 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(BUILD)/tests/libtests.a $(BUILD)/libleat.
 # Bus tests: a harness, cases, and an engine that needs no device; the daemons that they start.
 bus_test_objects := $(patsubst %.c,$(BUILD)/%.o,$(filter-out tests/bus/test-%,$(sort $(wildcard tests/bus/*.c))))
 
-$(BUILD)/tests/bus/test-%: $(BUILD)/tests/bus/test-%.o $(bus_test_objects) $(bus_objects) $(BUILD)/libleat.a
+$(BUS_TESTS): $(BUILD)/tests/bus/test-%: $(BUILD)/tests/bus/test-%.o $(bus_test_objects) $(bus_objects) $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 
