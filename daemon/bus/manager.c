@@ -145,7 +145,7 @@ MANAGER_GETTER(version)
 
 MANAGER_GETTER(features)
 {
-    return sd_bus_message_append(reply, "as", 5, "stream-frames", "prompt-fd", "token-ids", "evaluate", "trace");
+    return sd_bus_message_append(reply, "as", 6, "stream-frames", "prompt-fd", "token-ids", "evaluate", "trace", "beams");
 }
 
 MANAGER_GETTER(n_jobs)

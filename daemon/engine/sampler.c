@@ -57,8 +57,8 @@ int sampler_check(const EngineSampling *sampling, ErrorDetail *reterr)
 
     if (!(s->temperature >= 0 && s->temperature <= 100))
         return error_detail_set(reterr, -EINVAL, "temperature is %g, it must be from 0 to 100", (double)s->temperature);
-    if (!(s->top_p > 0 && s->top_p <= 1))
-        return error_detail_set(reterr, -EINVAL, "top-p is %g, it must be above 0 and at most 1", (double)s->top_p);
+    if (!(s->top_p >= 0 && s->top_p <= 1))
+        return error_detail_set(reterr, -EINVAL, "top-p is %g, it must be from 0 to 1", (double)s->top_p);
     if (!(s->min_p >= 0 && s->min_p <= 1))
         return error_detail_set(reterr, -EINVAL, "min-p is %g, it must be from 0 to 1", (double)s->min_p);
     if (!(s->repeat_penalty > 0 && s->repeat_penalty <= 100))

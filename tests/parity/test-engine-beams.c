@@ -26,12 +26,20 @@ static EngineModel tiny(const char *name, const char *path, KvStrategy strategy,
     return model;
 }
 
-static Talk *start(const EngineModel *models, size_t n)
+/* @budget: bytes of device memory for all of it; 0: what there is. */
+static Talk *start_within(const EngineModel *models, size_t n, uint64_t budget)
 {
-    EngineOptions options = {
-        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = models, .n_models = n, .watchdog_usec = 60000000};
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .default_max_memory_bytes = budget},
+                             .models = models,
+                             .n_models = n,
+                             .watchdog_usec = 60000000};
 
     return talk_new(&options);
+}
+
+static Talk *start(const EngineModel *models, size_t n)
+{
+    return start_within(models, n, 0);
 }
 
 static Seen *run(Talk *talk, const EngineRequest *request)
@@ -234,6 +242,42 @@ static void forty_beams_on_a_device_that_holds_a_few_return_what_the_big_device_
     talk_free(little);
 }
 
+/* The same where the pages live on the device: it runs out in the middle of the search, which goes on from where it was. */
+static void beams_that_outgrow_the_device_move_and_return_what_the_big_device_returns(void **state)
+{
+    EngineModel model = tiny("m", tied, KV_STRATEGY_DYNAMIC, false, 4);
+    Talk *big, *little;
+    EngineRequest request;
+    EngineDeviceStatus device;
+    Seen *from_big, *from_little;
+    int32_t ids[700];
+    uint64_t job;
+
+    (void)state;
+    rig_random_ids(25, 256, ids, N_ELEMENTS(ids));
+    request = beam_request("m", ids, N_ELEMENTS(ids), 48, 40, 20);
+    request.sampling.ignore_eos = true;
+    model.policy.transfer = KV_TRANSFER_COPY;
+    big = start(&model, 1);
+    assert_int_equal(engine_load(big->engine, 1, "m", &job), 0);
+    assert_int_equal(talk_wait(big, job)->result, ENGINE_RESULT_DONE);
+    engine_device_status(big->engine, &device);
+    from_big = run(big, &request);
+    assert_string_equal(from_big->usage.ladder, "");
+    assert_string_equal(from_big->usage.home, "device");
+
+    little = start_within(&model, 1, device.total_used_bytes + 1024 * 1024);
+    from_little = run(little, &request);
+    print_message("%llu bytes at the start, %llu allowed: %s\n", (unsigned long long)device.total_used_bytes,
+                  (unsigned long long)device.total_used_bytes + 1024 * 1024, from_little->usage.ladder);
+    assert_non_null(strstr(from_little->usage.ladder, "host-home"));
+    assert_string_equal(from_little->usage.home, "host");
+    assert_int_equal(from_little->n_sequences, 20);
+    expect_same(from_big, from_little);
+    talk_free(big);
+    talk_free(little);
+}
+
 /* ---- several draws, several prompts -------------------------------------------------------------------------------------------------------- */
 
 static void each_draw_is_what_its_own_seed_draws_alone(void **state)
@@ -351,6 +395,7 @@ int main(void)
         cmocka_unit_test(beams_are_those_of_transformers),
         cmocka_unit_test(beams_say_the_same_under_every_policy_and_in_passes_of_any_size),
         cmocka_unit_test(forty_beams_on_a_device_that_holds_a_few_return_what_the_big_device_returns),
+        cmocka_unit_test(beams_that_outgrow_the_device_move_and_return_what_the_big_device_returns),
         cmocka_unit_test(each_draw_is_what_its_own_seed_draws_alone),
         cmocka_unit_test(each_prompt_gets_what_it_gets_alone),
         cmocka_unit_test(a_cancelled_search_leaves_the_engine_in_order),

@@ -192,6 +192,37 @@ static void many_prompts_take_their_turns(void **state)
     talk_stop(talk);
 }
 
+static void bad_words_and_least_lengths_hold_for_one_sequence_and_for_beams(void **state)
+{
+    static const char *const words[] = {"e", "n", "ab"};
+    Talk *talk = start_one(4);
+
+    (void)state;
+    for (uint32_t beams = 1; beams <= 4; beams += 3) {
+        EngineRequest request = beam_request("Once upon a time", 80, beams, beams);
+        Seen *seen;
+
+        request.sampling.bad_words = (const char **)(uintptr_t)words;
+        request.sampling.n_bad_words = N_ELEMENTS(words);
+        request.sampling.no_repeat_ngram = 2;
+        request.sampling.min_tokens = 30;
+        FAKE_SET(eog_at, 20);
+        seen = talk_wait(talk, talk_generate(talk, &request));
+        assert_int_equal(seen->result, ENGINE_RESULT_DONE);
+        for (uint32_t i = 0; i < beams; i++) {
+            const char *text = beams > 1 ? seen->sequences[i].text : seen->text;
+            uint32_t n_tokens = beams > 1 ? seen->sequences[i].n_tokens : seen->usage.output_tokens;
+
+            assert_null(strpbrk(text, "en"));
+            assert_null(strstr(text, "ab"));
+            assert_true(n_tokens >= 30);
+        }
+        if (beams == 1) /* the model wanted to end long before */
+            assert_string_equal(seen->usage.stop_reason, "stop");
+    }
+    talk_stop(talk);
+}
+
 /* ---- memory and faults ----------------------------------------------------------------------------------------------------------- */
 
 static void an_idle_session_gives_way_and_too_little_memory_is_an_error_with_numbers(void **state)
@@ -358,6 +389,7 @@ int main(void)
         cmocka_unit_test(the_prompt_is_run_once_and_each_beam_a_row_a_step),
         cmocka_unit_test(draws_and_prompts_are_those_of_calls_of_their_own),
         cmocka_unit_test(many_prompts_take_their_turns),
+        cmocka_unit_test(bad_words_and_least_lengths_hold_for_one_sequence_and_for_beams),
         cmocka_unit_test(an_idle_session_gives_way_and_too_little_memory_is_an_error_with_numbers),
         cmocka_unit_test(beams_that_lose_their_caches_find_the_same),
         cmocka_unit_test(a_lost_device_and_a_logit_that_is_no_number_end_the_job),

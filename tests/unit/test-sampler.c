@@ -141,7 +141,7 @@ static void top_p_keeps_the_fewest_that_reach_p(void **state)
     s.top_p = 0.8f;
     softmax(eight, (int[]){1, 1, 0, 1, 0, 1, 0, 0}, 1, expected, 8);
     check_distribution(&s, eight, expected, 8);
-    s.top_p = 1e-6f; /* one always stays */
+    s.top_p = 0; /* one always stays */
     softmax(eight, (int[]){0, 1, 0, 0, 0, 0, 0, 0}, 1, expected, 8);
     check_distribution(&s, eight, expected, 8);
 }
@@ -211,6 +211,66 @@ static void numbers_that_are_none_are_an_error(void **state)
             }
 }
 
+static void what_is_forbidden_is_never_picked(void **state)
+{
+    static const int32_t eos[] = {6}, words[] = {5, -1, 1, 4, -1, 6, -1}, history[] = {0, 3, 2, 0, 3, 1, 0, 3};
+    const float logits[] = {0, 5, 6, 4, 7, 9, 8, 3};
+    EngineSampling s = sampling(0);
+    ProcessorsState state_of = {.eos = eos, .n_eos = 1, .n_prompt = 6};
+    int32_t expected = 5;
+
+    (void)state;
+    /* 5 is the best, then the end token, then 4, 2, 1, 3. */
+    for (int step = 0; step < 5; step++) {
+        _cleanup_(sampler_freep) Sampler *sampler = NULL;
+        float copy[8];
+        int32_t id = -1;
+
+        if (step == 1) { /* 5 never; 4 not after 1, and the last is 3; the end token is no bad word */
+            state_of.bad_words = words;
+            state_of.n_bad_words = N_ELEMENTS(words);
+            expected = 6;
+        }
+        if (step == 2) { /* two tokens of the answer are there */
+            s.min_tokens = 2;
+            expected = 6;
+        }
+        if (step == 3) {
+            s.min_tokens = 3;
+            expected = 4;
+        }
+        sampler = new_sampler(&s, 1, 8);
+        sampler_constrain(sampler, &state_of);
+        memcpy(copy, logits, sizeof(copy));
+        if (step == 4) { /* after 1, then: 4 is the end of a bad word; 0 has followed 1 before, as 2 and 1 have followed 3 */
+            assert_int_equal(sampler_pick(sampler, copy, history, 6, &id, NULL), 0);
+            assert_int_equal(id, 2);
+            continue;
+        }
+        assert_int_equal(sampler_pick(sampler, copy, history, 8, &id, NULL), 0);
+        assert_int_equal(id, expected);
+    }
+    s.no_repeat_ngram = 3; /* 0 3 has been followed by 2 and by 1 */
+    for (float temperature = 0; temperature < 9; temperature += 4) {
+        _cleanup_(sampler_freep) Sampler *sampler = NULL;
+        bool seen[8] = {false};
+
+        s.temperature = temperature;
+        sampler = new_sampler(&s, 9, 8);
+        sampler_constrain(sampler, &state_of);
+        for (int i = 0; i < 400; i++) {
+            float copy[8];
+            int32_t id = -1;
+
+            memcpy(copy, logits, sizeof(copy));
+            assert_int_equal(sampler_pick(sampler, copy, history, 8, &id, NULL), 0);
+            seen[id] = true;
+        }
+        assert_false(seen[1] || seen[2] || seen[5] || seen[6]);
+        assert_true(seen[4] && (temperature < 1 || (seen[0] && seen[3] && seen[7])));
+    }
+}
+
 static void wrong_options_are_refused_by_name(void **state)
 {
     static const char *empty_stop[] = {"x", ""};
@@ -220,7 +280,7 @@ static void wrong_options_are_refused_by_name(void **state)
                                         "repeat-penalty", "stop string 2"};
 
     (void)state;
-    s[2].top_p = 0;
+    s[2].top_p = -0.1f;
     s[3].top_p = NAN;
     s[4].min_p = 1.5f;
     s[5].min_p = -0.1f;
@@ -340,6 +400,7 @@ int main(void)
         cmocka_unit_test(the_same_seed_gives_the_same_tokens),
         cmocka_unit_test(uniform_numbers_fill_the_interval),
         cmocka_unit_test(numbers_that_are_none_are_an_error),
+        cmocka_unit_test(what_is_forbidden_is_never_picked),
         cmocka_unit_test(wrong_options_are_refused_by_name),
         cmocka_unit_test(any_combination_yields_an_allowed_token),
         cmocka_unit_test(extreme_logits_still_yield_a_token),
