@@ -242,11 +242,16 @@ static void feed_scores(BeamSearch *search, uint32_t beam, const float *log_prob
     }
 }
 
-static double gumbel(const BeamSearch *search, uint64_t place)
+static double gumbel(double u)
 {
-    double u = sampler_uniform(search->options.seed, place);
-
     return -log(-log(MAX(u, 0x1p-60))); /* 0 may come: far below any other, yet finite */
+}
+
+/* Whether score + gumbel(u) is below @least for certain: -log(u) is at least 1 - u, so the two logarithms are mostly not needed.  The
+ * margin is more than the rounding of expf(). */
+static bool is_hopeless(float score, double u, double least)
+{
+    return least > -INFINITY && 1 - u > (double)(expf((float)((double)score - least)) * 1.001f);
 }
 
 static void feed_draws(BeamSearch *search, uint32_t beam, const float *log_probs)
@@ -257,10 +262,14 @@ static void feed_draws(BeamSearch *search, uint32_t beam, const float *log_probs
 
     for (uint32_t i = 0; i < search->options.n_vocab; i++) {
         BeamCandidate candidate = {.score = log_probs[i] + running, .beam = beam, .token = (int32_t)i};
+        double u;
 
         if ((double)candidate.score + BEAM_MAX_NOISE < least)
             continue;
-        candidate.key = (double)candidate.score + gumbel(search, place + i);
+        u = sampler_uniform(search->options.seed, place + i);
+        if (is_hopeless(candidate.score, u, least))
+            continue;
+        candidate.key = (double)candidate.score + gumbel(u);
         offer(search, &candidate);
         least = threshold(search);
     }
