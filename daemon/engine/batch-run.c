@@ -109,7 +109,24 @@ static uint32_t cached(const BatchSequence *sequence)
     return sequence->cache ? kv_cache_length(sequence->cache) : 0;
 }
 
-static EngineResult warm_one(Engine *engine, Job *job, BatchSequence *sequence, ErrorDetail *reterr)
+/* Begins where somebody else was; false: nobody was. */
+static bool fork_prefix(Job *job, BatchPrompt *prompt, BatchSequence *sequence)
+{
+    size_t common =
+        prefixes_fork(&job->batch->store->prefixes, job->owner, prompt->ids.ids, prompt->ids.n, &sequence->cache);
+
+    if (common >= PREFIXES_MIN_TOKENS)
+        prompt->fork_tokens = MAX(prompt->fork_tokens, (uint32_t)common);
+    if (!sequence->cache)
+        return false;
+    if (prompt->n_steps == 0) {
+        job->usage.reused_tokens += cached(sequence) - prompt->n_reused;
+        prompt->n_reused = cached(sequence);
+    }
+    return true;
+}
+
+static EngineResult warm_one(Engine *engine, Job *job, BatchPrompt *prompt, BatchSequence *sequence, ErrorDetail *reterr)
 {
     Batch *batch = job->batch;
     EngineResult result;
@@ -120,6 +137,8 @@ static EngineResult warm_one(Engine *engine, Job *job, BatchSequence *sequence, 
         if (result != ENGINE_RESULT_DONE)
             return result;
     }
+    if (fork_prefix(job, prompt, sequence))
+        return ENGINE_RESULT_DONE;
     do
         r = kv_cache_new(batch->store->store, &sequence->cache, reterr);
     while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, batch->store, job));
@@ -160,7 +179,7 @@ static EngineResult warm_prompt(Engine *engine, Job *job, BatchPrompt *prompt, E
         if (leader && cached(leader) < prompt->ids.n)
             return ENGINE_RESULT_DONE; /* soon */
         if (!leader || kv_cache_fork(leader->cache, &sequence->cache, reterr) != 0)
-            result = warm_one(engine, job, sequence, reterr);
+            result = warm_one(engine, job, prompt, sequence, reterr);
         if (result != ENGINE_RESULT_DONE || cold)
             return result;
     }
@@ -187,6 +206,8 @@ static void add_item(const Batch *batch, BatchPass *pass, BatchPrompt *prompt, u
 
     if (is_waited_for(batch, prompt, sequence))
         end = MIN(end, (uint32_t)prompt->ids.n);
+    if (begin < prompt->fork_tokens)
+        end = MIN(end, prompt->fork_tokens);
     end = MIN(end, begin + max_rows - pass->n_rows);
     pass->items[pass->n] = (ModelItem){.cache = sequence->cache, .tokens = sequence->ids.ids + begin, .n_tokens = end - begin};
     pass->prompts[pass->n] = prompt;
@@ -241,15 +262,31 @@ static int forward(Engine *engine, Job *job, BatchPass *pass, bool *ret_again, E
     }
 }
 
-/* Gives the logits out.  0, SAMPLER_E_NUMERIC, negative errno. */
-static int take_rows(Batch *batch, const BatchPass *pass, float *logits, ErrorDetail *reterr)
+/* Leaves what was run of a prompt to those who begin alike. */
+static void leave_past(const Job *job, const BatchPrompt *prompt, const BatchSequence *sequence)
 {
+    uint32_t n = cached(sequence), max = job->slot->config.n_prefixes;
+
+    if (prompt->n_steps > 0 || max == 0)
+        return;
+    /* Without a checkpoint less can be reused one day; nothing else. */
+    if (n == prompt->fork_tokens || n == prompt->ids.n)
+        (void)kv_cache_checkpoint(sequence->cache);
+    if (n == prompt->ids.n)
+        prefixes_keep(&job->batch->store->prefixes, job->owner, prompt->ids.ids, sequence->cache, max);
+}
+
+/* Gives the logits out.  0, SAMPLER_E_NUMERIC, negative errno. */
+static int take_rows(Job *job, const BatchPass *pass, float *logits, ErrorDetail *reterr)
+{
+    Batch *batch = job->batch;
     int r = 0;
 
     for (uint32_t i = 0; i < pass->n && r == 0; i++) {
         BatchPrompt *prompt = pass->prompts[i];
         const BatchSequence *sequence = &prompt->sequences[pass->sequences[i]];
 
+        leave_past(job, prompt, sequence);
         if (cached(sequence) == sequence->ids.n)
             r = batch_take(batch, prompt, pass->sequences[i], logits + (size_t)i * batch->n_vocab, reterr);
     }
@@ -365,7 +402,7 @@ void batch_run(Engine *engine, Job *job)
     if (r || again)
         return;
     show_progress(engine, job);
-    r = take_rows(job->batch, &pass, job->slot->logits, &detail);
+    r = take_rows(job, &pass, job->slot->logits, &detail);
     if (r == SAMPLER_E_NUMERIC) {
         jobs_finish(engine, job, ENGINE_RESULT_NUMERIC, &detail);
         return;

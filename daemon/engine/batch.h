@@ -39,6 +39,8 @@ typedef struct BatchPrompt {
     BeamSearch *search;       /* with beams, while live */
     BatchSequence *sequences; /* (n_sequences) while live, else NULL */
     uint32_t n_steps;
+    uint32_t fork_tokens; /* where it leaves what came before it: a place that others may come back to; 0: nowhere */
+    uint32_t n_reused;    /* tokens that others had run */
     bool ended;
     EngineSequence *results;  /* (n_results), owned until the job ends */
     size_t n_results;

@@ -17,7 +17,7 @@ import warnings
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Q
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 spec = importlib.util.spec_from_file_location("tiny", os.path.join(os.path.dirname(os.path.abspath(__file__)), "make-tiny-llama.py"))
 tiny = importlib.util.module_from_spec(spec)
@@ -35,13 +35,36 @@ class Writer:
         return lambda *args, **kwargs: setattr(self, "tokens", args[0]) if name == "add_token_list" else None
 
 
-def end_tokens():
+def token_texts():
+    """What each id says, as bytes: the letters of GPT-2's table, nothing for control tokens."""
     writer = Writer()
     tiny.add_tokenizer(writer)
-    return sorted(writer.tokens.index(t) for t in ("<|im_end|>", "<|endoftext|>"))
+    letters, extra = {}, 0
+    for b in range(256):
+        if 33 <= b < 127 or 161 <= b < 173 or 174 <= b < 256:
+            letters[chr(b)] = b
+        else:
+            letters[chr(256 + extra)] = b
+            extra += 1
+    eos = sorted(writer.tokens.index(t) for t in ("<|im_end|>", "<|endoftext|>"))
+    return eos, [b"" if t.startswith("<|") or t.startswith("<unused") else bytes(letters[c] for c in t) for t in writer.tokens]
 
 
-EOS = end_tokens()
+EOS, TEXTS = token_texts()
+
+
+class Stop(StoppingCriteria):
+    """A stop string ends within the text of the last token; it may begin in earlier ones of the answer."""
+
+    def __init__(self, stops, n_prompt):
+        self.stops, self.n_prompt = [s.encode() for s in stops], n_prompt
+
+    def __call__(self, input_ids, scores, **kwargs):
+        def stops(ids):
+            text = b"".join(TEXTS[i] for i in ids)
+            before = len(text) - len(TEXTS[ids[-1]])
+            return any(text[:end].endswith(s) for s in self.stops for end in range(before + 1, len(text) + 1))
+        return torch.tensor([stops(row[self.n_prompt:]) for row in input_ids.tolist()])
 
 
 class Shake(LogitsProcessor):
@@ -70,7 +93,8 @@ def run(model, case, shake=None):
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), num_beams=case["beams"], num_return_sequences=case["return"],
                          max_new_tokens=case["max_new"], do_sample=False, length_penalty=case["penalty"],
                          early_stopping={"false": False, "true": True, "never": "never"}[case["early"]], return_dict_in_generate=True,
-                         output_scores=True, logits_processor=LogitsProcessorList([Shake(shake)] if shake else []))
+                         output_scores=True, logits_processor=LogitsProcessorList([Shake(shake)] if shake else []),
+                         stopping_criteria=StoppingCriteriaList([Stop(case["stop"], prompt.shape[1])] if case["stop"] else []))
     lengths = (out.beam_indices >= 0).sum(1).tolist()
     scores = [round(x, 6) for x in out.sequences_scores.tolist()]
     n = len(case["prompt"])
@@ -84,9 +108,14 @@ def wanted():
         for beams in range(2, 9):
             for early in ("false", "true", "never"):
                 yield {"model": name, "beams": beams, "return": max(1, beams - beams % 3), "early": early,
-                       "penalty": (1.0, 0.0, 2.0, -0.5)[beams % 4], "ignore_eos": beams % 4 == 3, "max_new": (4, 12, 20)[beams % 3]}
-    yield {"model": "tied", "beams": 40, "return": 20, "early": "false", "penalty": 1.0, "ignore_eos": True, "max_new": 16}
-    yield {"model": "mixed", "beams": 20, "return": 20, "early": "never", "penalty": 1.0, "ignore_eos": False, "max_new": 10}
+                       "penalty": (1.0, 0.0, 2.0, -0.5)[beams % 4], "ignore_eos": beams % 4 == 3, "max_new": (4, 12, 20)[beams % 3], "stop": []}
+    yield {"model": "tied", "beams": 40, "return": 20, "early": "false", "penalty": 1.0, "ignore_eos": True, "max_new": 16, "stop": []}
+    yield {"model": "mixed", "beams": 20, "return": 20, "early": "never", "penalty": 1.0, "ignore_eos": False, "max_new": 10, "stop": []}
+    for name, beams, early, stop in (("tied", 3, "false", "aeiou"), ("tied", 5, "true", "bcdfgh0123"), ("mixed", 4, "never", "xyzXYZ()!?"),
+                                     ("mixed", 6, "false", "th")):
+        stops = [stop] if stop == "th" else list(stop)
+        yield {"model": name, "beams": beams, "return": beams, "early": early, "penalty": 1.0, "ignore_eos": False, "max_new": 14,
+               "stop": stops + [" the", "ow "]}
 
 
 def main():
@@ -101,11 +130,12 @@ def main():
                 continue
             best = {**one, **out}
             # Worth keeping at once when an end token took part.
-            if case["ignore_eos"] or attempt > 5 or any(s[-1] in EOS for s in out["sequences"]):
+            stopped = sum(len(s) < case["max_new"] and s[-1] not in EOS for s in out["sequences"])
+            if (case["stop"] and stopped) or (not case["stop"] and (case["ignore_eos"] or attempt > 5 or any(s[-1] in EOS for s in out["sequences"]))):
                 break
         assert best, case
         ended = sum(s[-1] in EOS for s in best["sequences"])
-        print(case["model"], case["beams"], case["early"], "prompt", len(best["prompt"]), "ended", ended, "sources", best["moves"], flush=True)
+        print(case["model"], case["beams"], case["early"], "prompt", len(best["prompt"]), "ended", ended, "stopped", stopped, "sources", best["moves"], flush=True)
         result.append(best)
     with open(sys.argv[1], "w") as file:
         json.dump({"oracle": "Transformers 5.24.0, float32, eager attention", "eos": EOS, "cases": result}, file, separators=(",", ":"))
