@@ -209,20 +209,48 @@ static int run_text(Measurement *measurement, KvStore *store, const int32_t *ids
     return r;
 }
 
-/* An unquantised store of its own: its home is the host, so that it fits beside whatever else the device holds. */
+/* An unquantised store of its own: its home is the host, and its ring as small as can be, so that it fits where the real one does. */
+static KvPolicy calibration_policy(bool exact)
+{
+    KvPolicy policy = kv_policy_preset(KV_STRATEGY_OFFLOADED, exact);
+
+    policy.max_cache_tokens = CALIBRATION_TOKENS;
+    policy.n_slots = policy.tile_blocks = 1;
+    return policy;
+}
+
+static ModelOptions calibration_options(const ModelOptions *options)
+{
+    ModelOptions small = *options;
+
+    small.max_rows = MIN((uint32_t)CALIBRATION_ROWS, options->max_rows);
+    small.max_sequences = 1;
+    return small;
+}
+
+int model_calibration_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, uint64_t *ret_bytes, ErrorDetail *reterr)
+{
+    KvPolicy policy = calibration_policy(options->exact);
+    ModelOptions small = calibration_options(options);
+    KvModel kv_model = model_kv(file, &small, NULL);
+    KvPlan plan;
+    int r = model_fold_kv(kv_store_plan(info, &kv_model, &policy, &plan, reterr));
+
+    if (!r)
+        *ret_bytes = plan.staging_bytes + plan.tail_bytes + plan.operand_bytes + plan.device_page_bytes;
+    return r;
+}
+
 static int run_in_store(Measurement *measurement, const TokenList *list, ErrorDetail *reterr)
 {
     Model *model = measurement->model;
     uint32_t limit = MIN((uint32_t)CALIBRATION_TOKENS, model->options.context), n_ids = (uint32_t)MIN(list->n, (size_t)limit);
-    KvPolicy policy = kv_policy_preset(KV_STRATEGY_OFFLOADED, model->options.exact);
-    ModelOptions options = model->options;
+    KvPolicy policy = calibration_policy(model->options.exact);
+    ModelOptions options = calibration_options(&model->options);
     _cleanup_(kv_store_freep) KvStore *store = NULL;
     KvModel kv_model;
     int r;
 
-    policy.max_cache_tokens = CALIBRATION_TOKENS;
-    options.max_rows = MIN((uint32_t)CALIBRATION_ROWS, options.max_rows);
-    options.max_sequences = 1;
     kv_model = model_kv(model->file, &options, NULL);
     r = model_fold_kv(kv_store_new(model->gpu, &kv_model, &policy, &store, reterr));
     if (r) {

@@ -206,15 +206,33 @@ static int unless_memory(int r)
     return r == MODEL_E_DEVICE_MEMORY ? 0 : r;
 }
 
+/* What has to be free besides weights: the store's own bytes, or those of the one that its calibration needs before. */
+static int bytes_besides_weights(const Fitting *fitting, const ModelPlan *plan, uint64_t *ret)
+{
+    const ModelFit *fit = fitting->fit;
+    ModelOptions complete = model_complete_options(fitting->file, &fit->options);
+    uint64_t others = plan->device_total_bytes - plan->weight_bytes - plan->weight_staging_bytes, calibration = 0;
+    int r = 0;
+
+    if (fit->policy.form.kind == KV_FORM_LEAT)
+        r = model_calibration_plan(fitting->info, fitting->file, &complete, &calibration, fitting->reterr);
+    *ret = MAX(others, plan->activation_bytes + calibration);
+    return r;
+}
+
 /* All weights on the device. */
 static int try_resident(Fitting *fitting)
 {
     ModelFit *fit = fitting->fit;
+    const ModelPlan *plan = &fit->plan;
+    uint64_t besides = 0;
     int r;
 
     fit->options.weights.budget_bytes = 0;
     r = model_plan(fitting->info, fitting->file, &fit->options, &fit->policy, &fit->plan, fitting->reterr);
-    fitting->fits = r == 0 && fit->plan.device_total_bytes <= fitting->available_bytes;
+    if (!r)
+        r = bytes_besides_weights(fitting, plan, &besides);
+    fitting->fits = r == 0 && plan->weight_bytes + plan->weight_staging_bytes + besides <= fitting->available_bytes;
     return unless_memory(r);
 }
 
@@ -223,15 +241,18 @@ static int try_streamed(Fitting *fitting, bool share)
 {
     ModelFit *fit = fitting->fit;
     ModelOptions complete = model_complete_options(fitting->file, &fit->options);
+    uint64_t besides = 0;
     ModelPlan plan;
     int r;
 
     r = plan_others(fitting->info, fitting->file, &complete, &fit->policy, &plan, fitting->reterr);
+    if (!r)
+        r = bytes_besides_weights(fitting, &plan, &besides);
     if (r)
         return unless_memory(r);
-    if (plan.device_total_bytes >= (share ? fitting->available_bytes / 4 : fitting->available_bytes))
+    if (besides >= (share ? fitting->available_bytes / 4 : fitting->available_bytes))
         return 0;
-    fit->options.weights.budget_bytes = fitting->available_bytes - plan.device_total_bytes;
+    fit->options.weights.budget_bytes = fitting->available_bytes - besides;
     r = model_plan(fitting->info, fitting->file, &fit->options, &fit->policy, &fit->plan, fitting->reterr);
     fitting->fits = r == 0;
     return unless_memory(r);

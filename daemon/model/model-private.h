@@ -70,6 +70,8 @@ typedef struct ModelTap {
 int model_run(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, const ModelTap *tap,
               ErrorDetail *reterr);
 
+/* Device bytes that measuring it takes for a while, before the store that wants it is made. */
+int model_calibration_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, uint64_t *ret_bytes, ErrorDetail *reterr);
 /* Reads the stored calibration of the model, or measures and stores it.  ModelError or negative errno. */
 int model_calibrate(Model *model, ErrorDetail *reterr);
 /* The built-in text. */
