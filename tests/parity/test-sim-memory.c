@@ -274,13 +274,13 @@ static const SimScenario scenarios[] = {
 
 #define SMALL "CLSIM_MEMORY=64M CLSIM_CHECK=all CLSIM_MISUSE=99"
 
-static void test_device_says_what_was_set(void **state)
+static void sim_device_says_what_was_set(void **state)
 {
     (void)state;
     sim_rig_run_well("says_what_was_set", SMALL " CLSIM_DEVICE_TYPE=gpu");
 }
 
-static void test_allocations_beyond_memory_are_refused_with_the_real_codes(void **state)
+static void sim_allocations_beyond_memory_are_refused_with_the_real_codes(void **state)
 {
     (void)state;
     sim_rig_run_well("refuses_beyond_its_memory", SMALL);
@@ -288,13 +288,13 @@ static void test_allocations_beyond_memory_are_refused_with_the_real_codes(void 
     sim_rig_run_well("refuses_beyond_its_memory", SMALL " CLSIM_UNIFIED=1");
 }
 
-static void test_memory_in_use_by_a_kernel_is_not_free(void **state)
+static void sim_memory_in_use_by_a_kernel_is_not_free(void **state)
 {
     (void)state;
     sim_rig_run_well("keeps_memory_that_a_kernel_uses", SMALL);
 }
 
-static void test_host_pointers_and_maps_are_copies_at_their_time(void **state)
+static void sim_host_pointers_and_maps_are_copies_at_their_time(void **state)
 {
     (void)state;
     sim_rig_run_well("host_pointers_are_copied", SMALL);
@@ -303,7 +303,7 @@ static void test_host_pointers_and_maps_are_copies_at_their_time(void **state)
     sim_rig_run_well("maps_are_copies", SMALL " CLSIM_DEVICE_MEMORY=driver");
 }
 
-static void test_rectangles_and_parts_arrive(void **state)
+static void sim_rectangles_and_parts_arrive(void **state)
 {
     (void)state;
     sim_rig_run_well("rectangles_arrive_where_they_should", SMALL);
@@ -313,19 +313,19 @@ static void test_rectangles_and_parts_arrive(void **state)
     sim_rig_run_well("sub_buffers_are_parts", SMALL " CLSIM_DEVICE_MEMORY=driver");
 }
 
-static void test_wrong_copies_get_the_real_codes(void **state)
+static void sim_wrong_copies_get_the_real_codes(void **state)
 {
     (void)state;
     sim_rig_run_to("wrong_copies_are_refused", "CLSIM_CHECK=all", EXIT_SUCCESS, "map: clEnqueueUnmapMemObject #1");
 }
 
-static void test_entry_points_by_name_are_wrapped(void **state)
+static void sim_entry_points_by_name_are_wrapped(void **state)
 {
     (void)state;
     sim_rig_run_well("entry_points_by_name_are_the_layers", SMALL);
 }
 
-static void test_wrong_settings_end_the_program(void **state)
+static void sim_wrong_settings_end_the_program(void **state)
 {
     (void)state;
     sim_rig_run_to("says_what_was_set", "CLSIM_MEMORY=lots", 2, "CLSIM_MEMORY: 'lots'");
@@ -336,14 +336,14 @@ static void test_wrong_settings_end_the_program(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_device_says_what_was_set),
-        cmocka_unit_test(test_allocations_beyond_memory_are_refused_with_the_real_codes),
-        cmocka_unit_test(test_memory_in_use_by_a_kernel_is_not_free),
-        cmocka_unit_test(test_host_pointers_and_maps_are_copies_at_their_time),
-        cmocka_unit_test(test_rectangles_and_parts_arrive),
-        cmocka_unit_test(test_wrong_copies_get_the_real_codes),
-        cmocka_unit_test(test_entry_points_by_name_are_wrapped),
-        cmocka_unit_test(test_wrong_settings_end_the_program),
+        cmocka_unit_test(sim_device_says_what_was_set),
+        cmocka_unit_test(sim_allocations_beyond_memory_are_refused_with_the_real_codes),
+        cmocka_unit_test(sim_memory_in_use_by_a_kernel_is_not_free),
+        cmocka_unit_test(sim_host_pointers_and_maps_are_copies_at_their_time),
+        cmocka_unit_test(sim_rectangles_and_parts_arrive),
+        cmocka_unit_test(sim_wrong_copies_get_the_real_codes),
+        cmocka_unit_test(sim_entry_points_by_name_are_wrapped),
+        cmocka_unit_test(sim_wrong_settings_end_the_program),
     };
 
     if (sim_rig_is_scenario(argc, argv, scenarios, sizeof(scenarios) / sizeof(*scenarios)))

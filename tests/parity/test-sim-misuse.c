@@ -410,7 +410,7 @@ static const SimScenario scenarios[] = {
 /* 20 MB/s: a copy of a MiB takes 50 ms. */
 #define CHECKED "CLSIM_CHECK=all CLSIM_MISUSE=99 CLSIM_LINK_RATE=20000000"
 
-static void test_buffer_read_while_a_copy_into_it_is_in_flight(void **state)
+static void sim_buffer_read_while_a_copy_into_it_is_in_flight(void **state)
 {
     (void)state;
     sim_rig_run_well("streams_well", CHECKED);
@@ -421,35 +421,35 @@ static void test_buffer_read_while_a_copy_into_it_is_in_flight(void **state)
     sim_rig_run_to("reads_a_slot_that_is_being_filled", CHECKED " CLSIM_UNIFIED=1", 99, "race: clEnqueueNDRangeKernel #1 sum reads");
 }
 
-static void test_buffer_written_while_it_is_read(void **state)
+static void sim_buffer_written_while_it_is_read(void **state)
 {
     (void)state;
     sim_rig_run_to("fills_a_slot_that_is_being_read", CHECKED, 99,
                    "race: clEnqueueWriteBuffer #2 writes buffer|while clEnqueueNDRangeKernel #1 sum reads it");
 }
 
-static void test_what_the_host_has_seen_complete_is_over(void **state)
+static void sim_what_the_host_has_seen_complete_is_over(void **state)
 {
     (void)state;
     sim_rig_run_well("orders_by_looking", CHECKED);
     sim_rig_run_well("orders_by_looking", CHECKED " CLSIM_UNIFIED=1");
 }
 
-static void test_parts_of_a_buffer_meet_by_the_byte(void **state)
+static void sim_parts_of_a_buffer_meet_by_the_byte(void **state)
 {
     (void)state;
     sim_rig_run_well("copies_parts_apart", CHECKED);
     sim_rig_run_to("copies_parts_that_meet", CHECKED, 99, "bytes 2047 to 2047 while clEnqueueWriteBuffer #1 writes it");
 }
 
-static void test_host_memory_read_while_a_copy_writes_it(void **state)
+static void sim_host_memory_read_while_a_copy_writes_it(void **state)
 {
     (void)state;
     sim_rig_run_well("sends_home_well", CHECKED);
     sim_rig_run_to("reads_home_while_it_is_written", CHECKED, 99, "race: clEnqueueWriteBuffer #1 reads host memory");
 }
 
-static void test_host_memory_given_back_or_changed_while_in_use(void **state)
+static void sim_host_memory_given_back_or_changed_while_in_use(void **state)
 {
     (void)state;
     sim_rig_run_to("unmaps_host_memory", CHECKED, 99, "host-freed: host memory of clEnqueueWriteBuffer #2 was unmapped");
@@ -465,14 +465,14 @@ static void test_host_memory_given_back_or_changed_while_in_use(void **state)
 #endif
 }
 
-static void test_callback_on_a_dead_queue(void **state)
+static void sim_callback_on_a_dead_queue(void **state)
 {
     (void)state;
     sim_rig_run_well("waits_for_its_callback", CHECKED);
     sim_rig_run_to("releases_the_queue_before_the_callback", CHECKED, 99, "dead-queue: the callback of clEnqueueWriteBuffer #1");
 }
 
-static void test_use_after_release(void **state)
+static void sim_use_after_release(void **state)
 {
     (void)state;
     sim_rig_run_to("uses_a_released_buffer", CHECKED, 99,
@@ -482,27 +482,27 @@ static void test_use_after_release(void **state)
     sim_rig_run_to("releases_twice", CHECKED, 99, "over-release: clReleaseMemObject #2 releases a buffer");
 }
 
-static void test_objects_left_at_exit(void **state)
+static void sim_objects_left_at_exit(void **state)
 {
     (void)state;
     sim_rig_run_to("leaves_objects", CHECKED, 99,
                    "(12345 bytes) of clCreateBuffer #1 is left|event of clCreateUserEvent #1 is left|kernel of clCreateKernel #1 is left");
 }
 
-static void test_mapped_buffer_used_by_a_kernel(void **state)
+static void sim_mapped_buffer_used_by_a_kernel(void **state)
 {
     (void)state;
     sim_rig_run_to("uses_a_mapped_buffer", CHECKED, 99, "map: clEnqueueNDRangeKernel #1 add: argument 0 is a buffer that is mapped");
 }
 
-static void test_queues_without_order(void **state)
+static void sim_queues_without_order(void **state)
 {
     (void)state;
     sim_rig_run_well("works_without_order_behind_a_barrier", CHECKED);
     sim_rig_run_to("works_without_order_or_barrier", CHECKED, 99, "race: clEnqueueNDRangeKernel #1 add writes buffer");
 }
 
-static void test_misuse_can_abort_and_go_to_a_file(void **state)
+static void sim_misuse_can_abort_and_go_to_a_file(void **state)
 {
     char path[] = "/tmp/test-sim-XXXXXX", settings[256], text[256] = "";
     int fd = mkstemp(path);
@@ -522,18 +522,18 @@ static void test_misuse_can_abort_and_go_to_a_file(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_buffer_read_while_a_copy_into_it_is_in_flight),
-        cmocka_unit_test(test_buffer_written_while_it_is_read),
-        cmocka_unit_test(test_what_the_host_has_seen_complete_is_over),
-        cmocka_unit_test(test_parts_of_a_buffer_meet_by_the_byte),
-        cmocka_unit_test(test_host_memory_read_while_a_copy_writes_it),
-        cmocka_unit_test(test_host_memory_given_back_or_changed_while_in_use),
-        cmocka_unit_test(test_callback_on_a_dead_queue),
-        cmocka_unit_test(test_use_after_release),
-        cmocka_unit_test(test_objects_left_at_exit),
-        cmocka_unit_test(test_mapped_buffer_used_by_a_kernel),
-        cmocka_unit_test(test_queues_without_order),
-        cmocka_unit_test(test_misuse_can_abort_and_go_to_a_file),
+        cmocka_unit_test(sim_buffer_read_while_a_copy_into_it_is_in_flight),
+        cmocka_unit_test(sim_buffer_written_while_it_is_read),
+        cmocka_unit_test(sim_what_the_host_has_seen_complete_is_over),
+        cmocka_unit_test(sim_parts_of_a_buffer_meet_by_the_byte),
+        cmocka_unit_test(sim_host_memory_read_while_a_copy_writes_it),
+        cmocka_unit_test(sim_host_memory_given_back_or_changed_while_in_use),
+        cmocka_unit_test(sim_callback_on_a_dead_queue),
+        cmocka_unit_test(sim_use_after_release),
+        cmocka_unit_test(sim_objects_left_at_exit),
+        cmocka_unit_test(sim_mapped_buffer_used_by_a_kernel),
+        cmocka_unit_test(sim_queues_without_order),
+        cmocka_unit_test(sim_misuse_can_abort_and_go_to_a_file),
     };
 
     if (sim_rig_is_scenario(argc, argv, scenarios, sizeof(scenarios) / sizeof(*scenarios)))

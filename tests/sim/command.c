@@ -136,8 +136,12 @@ static void note_event(const SimCommand *command, SimEvent *event)
     sim_lock();
     order_begin(&event->stamp);
     for (cl_uint i = 0; i < command->n_waits; i++)
-        if (command->waits[i])
+        if (command->waits[i]) {
             order_after(&event->stamp, &command->waits[i]->stamp);
+            if (!event->paced)
+                event_add_dependent_locked(command->waits[i], event);
+            event->may_fail = event->may_fail || command->waits[i]->paced || command->waits[i]->may_fail || !command->waits[i]->queue;
+        }
     if (queue->in_order && queue->last)
         order_after(&event->stamp, &queue->last->stamp);
     else if (command->waits_for_all)
@@ -160,7 +164,8 @@ static void note_event(const SimCommand *command, SimEvent *event)
     object_unref(before ? &before->object : NULL);
 }
 
-cl_int command_driver(SimCommand *command, cl_int status, cl_command_type type, cl_event handle, cl_event *ret_event)
+cl_int command_driver(SimCommand *command, cl_int status, cl_command_type type, cl_event handle, cl_event *ret_event,
+                      SimEvent **ret_wait)
 {
     SimEvent *event;
 
@@ -173,6 +178,7 @@ cl_int command_driver(SimCommand *command, cl_int status, cl_command_type type, 
     }
     note_event(command, event);
     SIM_SET(ret_event, handle);
+    SIM_SET(ret_wait, (SimEvent *)object_ref(&event->object));
     /* Shown: the reference is the program's. */
     if (!ret_event)
         object_unref(&event->object);

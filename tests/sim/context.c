@@ -50,7 +50,7 @@ static cl_int add_devices(SimContext *context, cl_context handle)
             context->devices[context->n_devices++] = device;
         context->in_place = device && device->in_place && (i == 0 || context->in_place);
     }
-    for (size_t i = 0; i < SIM_LANE_MAX && status == CL_SUCCESS && context->discrete && !context->in_place; i++)
+    for (size_t i = 0; i < SIM_LANE_MAX && status == CL_SUCCESS && !context->in_place; i++)
         context->dma[i] = sim.next.clCreateCommandQueue(handle, devices[0], 0, &status);
     free(devices);
     return status;

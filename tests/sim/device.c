@@ -99,13 +99,13 @@ SimDevice *device_get(cl_device_id handle, bool probed)
     return device;
 }
 
-uint64_t device_now(const SimDevice *device, uint64_t nsec)
+uint64_t device_ahead(const SimDevice *device)
 {
-    int64_t ahead = device->clock_offset;
+    uint64_t ahead = (uint64_t)device->clock_offset;
 
     if (device->clock != CLOCK_MONOTONIC)
-        ahead += (int64_t)(sim_now_nsec(device->clock) - sim_now_nsec(CLOCK_MONOTONIC));
-    return (uint64_t)((int64_t)nsec + ahead);
+        ahead += sim_now_nsec(device->clock) - sim_now_nsec(CLOCK_MONOTONIC);
+    return ahead;
 }
 
 /* ---- extensions ---------------------------------------------------------------------------------------------------- */

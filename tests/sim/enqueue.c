@@ -32,7 +32,7 @@ static cl_int CL_API_CALL layer_clEnqueueFillBuffer(cl_command_queue queue, cl_m
     } else if (status == CL_SUCCESS) {
         status = sim.next.clEnqueueFillBuffer(queue, buffer, pattern, pattern_size, offset, size, command.n_handles, command.handles,
                                               &driver);
-        status = command_driver(&command, status, CL_COMMAND_FILL_BUFFER, driver, event);
+        status = command_driver(&command, status, CL_COMMAND_FILL_BUFFER, driver, event, NULL);
     }
     command_end(&command);
     return status;
@@ -56,7 +56,7 @@ static cl_int CL_API_CALL layer_clEnqueueMigrateMemObjects(cl_command_queue queu
         status = command_faulty(&command, CL_COMMAND_MIGRATE_MEM_OBJECTS, event);
     } else if (status == CL_SUCCESS) {
         status = sim.next.clEnqueueMigrateMemObjects(queue, n_buffers, buffers, flags, command.n_handles, command.handles, &driver);
-        status = command_driver(&command, status, CL_COMMAND_MIGRATE_MEM_OBJECTS, driver, event);
+        status = command_driver(&command, status, CL_COMMAND_MIGRATE_MEM_OBJECTS, driver, event, NULL);
     }
     command_end(&command);
     return status;
@@ -76,7 +76,7 @@ static cl_int order_only(SimCall *call, cl_command_queue queue, cl_command_type 
         status = type == CL_COMMAND_MARKER
                      ? sim.next.clEnqueueMarkerWithWaitList(queue, command.n_handles, command.handles, &driver)
                      : sim.next.clEnqueueBarrierWithWaitList(queue, command.n_handles, command.handles, &driver);
-        status = command_driver(&command, status, type, driver, event);
+        status = command_driver(&command, status, type, driver, event, NULL);
     }
     command_end(&command);
     return status;
@@ -146,7 +146,7 @@ static cl_int CL_API_CALL layer_clEnqueueNativeKernel(cl_command_queue queue, vo
     if (status == CL_SUCCESS) {
         status = sim.next.clEnqueueNativeKernel(queue, function, arguments, size, n_buffers, buffers, places, command.n_handles,
                                                 command.handles, &driver);
-        status = command_driver(&command, status, CL_COMMAND_NATIVE_KERNEL, driver, event);
+        status = command_driver(&command, status, CL_COMMAND_NATIVE_KERNEL, driver, event, NULL);
     }
     command_end(&command);
     return status;

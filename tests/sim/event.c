@@ -1,108 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Events.  The driver's own pass through, seen; a paced command's event is a user event of the driver's for all that waits, and what it cannot
- * say (queue, type, state, times) is said here.  Callbacks of paced events come from a thread of their own, as from a driver.
+ * say (queue, type, state, times) is said here.
  */
 
 #include "tests/sim/sim.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-/* ---- callbacks ----------------------------------------------------------------------------------------------------- */
-
-static struct {
-    pthread_t thread;
-    bool started, stopping;
-    SimCallback *first, *last;
-} dispatcher;
-static pthread_cond_t dispatcher_changed = PTHREAD_COND_INITIALIZER;
-
-static void callback_run(SimCallback *callback, cl_int status)
-{
-    SimEvent *event = callback->event;
-    bool is_dead;
-
-    sim_lock();
-    is_dead = event->queue && event->queue->object.app_refs == 0;
-    sim_unlock();
-    if (is_dead && sim.config.checks & SIM_CHECK_CALLBACK)
-        report_misuse("dead-queue", "the callback of %s #%llu%s%s comes after its queue was released",
-                      sim_function_name(event->function), (unsigned long long)event->ordinal, *event->label ? " " : "", event->label);
-    if (status <= CL_COMPLETE)
-        event_seen(event);
-    callback->notify(event->object.handle, status, callback->userdata);
-    object_unref(&event->object);
-    free(callback);
-}
-
-static void CL_CALLBACK driver_notify(cl_event handle, cl_int status, void *userdata)
-{
-    (void)handle;
-    callback_run(userdata, status);
-}
-
-static void *dispatch(void *userdata)
-{
-    (void)userdata;
-    sim_lock();
-    for (;;) {
-        SimCallback *callback;
-
-        while (!dispatcher.first && !dispatcher.stopping)
-            sim_wait(&dispatcher_changed);
-        if (dispatcher.stopping)
-            break;
-        callback = dispatcher.first;
-        dispatcher.first = callback->next;
-        sim_unlock();
-        callback_run(callback, callback->status);
-        sim_lock();
-    }
-    sim_unlock();
-    return NULL;
-}
-
-/* Hands the callbacks of @event that @status has reached to the dispatcher.  sim.lock is held. */
-static void queue_callbacks(SimEvent *event, cl_int status)
-{
-    for (SimCallback **at = &event->callbacks; *at;) {
-        SimCallback *callback = *at;
-
-        if (status > callback->type) {
-            at = &callback->next;
-            continue;
-        }
-        *at = callback->next;
-        callback->next = NULL;
-        callback->status = status < 0 ? status : callback->type;
-        if (dispatcher.first)
-            dispatcher.last->next = callback;
-        else
-            dispatcher.first = callback;
-        dispatcher.last = callback;
-        if (!dispatcher.started)
-            dispatcher.started = pthread_create(&dispatcher.thread, NULL, dispatch, NULL) == 0;
-        (void)pthread_cond_signal(&dispatcher_changed);
-    }
-}
-
-void event_stop(void)
-{
-    struct timespec until;
-    bool started;
-
-    sim_lock();
-    dispatcher.stopping = true;
-    started = dispatcher.started;
-    (void)pthread_cond_signal(&dispatcher_changed);
-    sim_unlock();
-    (void)clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += 1;
-    if (started)
-        (void)pthread_timedjoin_np(dispatcher.thread, NULL, &until);
-}
 
 /* ---- life ---------------------------------------------------------------------------------------------------------- */
 
@@ -139,6 +44,7 @@ SimEvent *event_new(const SimCall *call, SimQueue *queue, cl_command_type type, 
 
 void event_destroy(SimEvent *event)
 {
+    dependents_free(event->dependents, false);
     (void)sim.next.clReleaseEvent(event->object.handle);
     if (event->order && event->order != event->object.handle)
         (void)sim.next.clReleaseEvent(event->order);
@@ -147,16 +53,23 @@ void event_destroy(SimEvent *event)
 
 void event_seen(SimEvent *event)
 {
+    SimDependent *dependents;
+
     sim_lock();
+    dependents = event->dependents;
+    if (!event->paced)
+        event->dependents = NULL;
     order_seen(&event->stamp);
     if (event->stamp.chain < 0)
         event->stamp.chain = event->stamp.at = 0;
     sim_unlock();
+    if (!event->paced)
+        dependents_free(dependents, true);
 }
 
 static void set_times(SimEvent *event, cl_int status)
 {
-    uint64_t now = sim_now_nsec(CLOCK_MONOTONIC);
+    uint64_t now = sim_now_nsec(CLOCK_MONOTONIC), ahead;
     const SimDevice *device = event->queue->device;
 
     if (status == CL_SUBMITTED)
@@ -165,16 +78,17 @@ static void set_times(SimEvent *event, cl_int status)
         event->start_nsec = SIM_MIN(now, event->start_nsec ? event->start_nsec : now);
     if (status > CL_COMPLETE)
         return;
-    event->start_nsec = event->start_nsec ? event->start_nsec : now;
-    event->end_nsec = device_now(device, now);
-    event->queued_nsec = device_now(device, event->queued_nsec);
-    event->submit_nsec = device_now(device, event->submit_nsec ? event->submit_nsec : now);
-    event->start_nsec = device_now(device, event->start_nsec);
+    ahead = device_ahead(device);
+    event->submit_nsec = (event->submit_nsec ? event->submit_nsec : now) + ahead;
+    event->start_nsec = (event->start_nsec ? event->start_nsec : now) + ahead;
+    event->end_nsec = now + ahead;
+    event->queued_nsec += ahead;
 }
 
 void event_set(SimEvent *event, cl_int status)
 {
     SimFollower *followers = NULL;
+    SimDependent *dependents = NULL;
 
     sim_lock();
     set_times(event, status);
@@ -182,6 +96,8 @@ void event_set(SimEvent *event, cl_int status)
     if (status <= CL_COMPLETE) {
         followers = event->followers;
         event->followers = NULL;
+        dependents = event->dependents;
+        event->dependents = NULL;
         (void)pthread_cond_broadcast(&sim.changed);
     }
     sim_unlock();
@@ -197,12 +113,13 @@ void event_set(SimEvent *event, cl_int status)
         free(followers);
         followers = next;
     }
+    dependents_free(dependents, status < 0);
     sim_lock();
-    queue_callbacks(event, status);
+    callbacks_queue(event, status);
     sim_unlock();
 }
 
-cl_int event_wait(SimEvent *event)
+static cl_int wait_paced(SimEvent *event)
 {
     cl_int status;
 
@@ -212,6 +129,20 @@ cl_int event_wait(SimEvent *event)
     status = event->status;
     sim_unlock();
     return status;
+}
+
+cl_int event_wait(SimEvent *event)
+{
+    cl_int status = event->queue ? sim.next.clFlush(event->queue->object.handle) : CL_SUCCESS;
+
+    if (event->paced)
+        status = wait_paced(event);
+    else if (event->may_fail)
+        status = callback_wait(event);
+    else
+        status = sim.next.clWaitForEvents(1, (const cl_event *)&event->object.handle);
+    event_seen(event);
+    return SIM_MIN(status, CL_SUCCESS);
 }
 
 /* ---- calls --------------------------------------------------------------------------------------------------------- */
@@ -262,6 +193,8 @@ static cl_int CL_API_CALL layer_clGetEventInfo(cl_event handle, cl_event_info wh
         memcpy(&state, value, sizeof(state));
         if (state <= CL_COMPLETE)
             event_seen(event);
+        if (state < CL_COMPLETE)
+            event_check_failed(event);
     }
     object_unref(event ? &event->object : NULL);
     return status;
@@ -318,22 +251,22 @@ static cl_int CL_API_CALL layer_clGetEventProfilingInfo(cl_event handle, cl_prof
     return status;
 }
 
-/* Waits for the paced among @events and puts the others into @rest, for the driver. */
-static cl_int wait_paced(cl_uint n, const cl_event *handles, cl_event *rest, cl_uint *ret_n_rest)
+/* Waits for those that are not the driver's to wait for and puts the others into @rest. */
+static cl_int wait_here(cl_uint n, const cl_event *handles, cl_event *rest, cl_uint *ret_n_rest)
 {
     cl_int status = CL_SUCCESS;
 
     for (cl_uint i = 0; i < n; i++) {
         SimEvent *event = find_event(handles[i]);
 
-        if (event && event->paced)
+        if (event && event->queue)
             (void)sim.next.clFlush(event->queue->object.handle);
         object_unref(event ? &event->object : NULL);
     }
     for (cl_uint i = 0; i < n; i++) {
         SimEvent *event = find_event(handles[i]);
 
-        if (!event || !event->paced)
+        if (!event || !(event->paced || event->may_fail))
             rest[(*ret_n_rest)++] = handles[i];
         else if (event_wait(event) < 0)
             status = CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST;
@@ -358,7 +291,7 @@ static cl_int CL_API_CALL layer_clWaitForEvents(cl_uint n, const cl_event *handl
     rest = calloc(n, sizeof(*rest));
     if (!rest)
         return CL_OUT_OF_HOST_MEMORY;
-    status = wait_paced(n, handles, rest, &n_rest);
+    status = wait_here(n, handles, rest, &n_rest);
     if (n_rest > 0)
         driver = sim.next.clWaitForEvents(n_rest, rest);
     free(rest);
@@ -392,12 +325,12 @@ static cl_int CL_API_CALL layer_clSetEventCallback(cl_event handle, cl_int type,
     if (callback) {
         *callback = (SimCallback){.event = event, .type = type, .notify = notify, .userdata = userdata};
         if (!paced) {
-            status = sim.next.clSetEventCallback(handle, type, driver_notify, callback);
+            status = event_watch(callback);
         } else {
             sim_lock();
             callback->next = event->callbacks;
             event->callbacks = callback;
-            queue_callbacks(event, event->status);
+            callbacks_queue(event, event->status);
             sim_unlock();
         }
     } else

@@ -394,7 +394,7 @@ static cl_int CL_API_CALL layer_clEnqueueNDRangeKernel(cl_command_queue queue, c
     } else if (status == CL_SUCCESS) {
         status = sim.next.clEnqueueNDRangeKernel(queue, handle, dimensions, offset, global, local, command.n_handles, command.handles,
                                                  &driver);
-        status = command_driver(&command, status, CL_COMMAND_NDRANGE_KERNEL, driver, event);
+        status = command_driver(&command, status, CL_COMMAND_NDRANGE_KERNEL, driver, event, NULL);
     }
     command_end(&command);
     object_unref(kernel ? &kernel->object : NULL);
@@ -422,7 +422,7 @@ static cl_int CL_API_CALL layer_clEnqueueTask(cl_command_queue queue, cl_kernel 
         status = command_faulty(&command, CL_COMMAND_TASK, event);
     } else if (status == CL_SUCCESS) {
         status = sim.next.clEnqueueTask(queue, handle, command.n_handles, command.handles, &driver);
-        status = command_driver(&command, status, CL_COMMAND_TASK, driver, event);
+        status = command_driver(&command, status, CL_COMMAND_TASK, driver, event, NULL);
     }
     command_end(&command);
     object_unref(kernel ? &kernel->object : NULL);

@@ -98,7 +98,7 @@ __attribute__((destructor)) static void finish(void)
     if (!sim.ready || sim.owner != getpid())
         return;
     pacer_stop();
-    event_stop();
+    callbacks_stop();
     if (sim.config.checks & SIM_CHECK_LEAK)
         object_report_leaks();
     if (sim.config.counts)

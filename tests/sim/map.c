@@ -12,8 +12,7 @@ typedef struct Map {
     SimMem *mem; /* a reference */
     cl_bool blocking;
     SimMapping *mapping;
-    SimEvent *paced;
-    cl_event driver;
+    SimEvent *event; /* of a blocking one; a reference */
 } Map;
 
 /* Where maps of @mem show it: always the same place. */
@@ -84,7 +83,7 @@ static cl_int map_paced(SimCommand *command, Map *map, cl_event *ret_event)
     job = map_job(command, map->mem, mapping, true, !(mapping->flags & CL_MAP_WRITE_INVALIDATE_REGION));
     if (!job)
         return CL_OUT_OF_HOST_MEMORY;
-    return command_paced(command, job, CL_COMMAND_MAP_BUFFER, ret_event, map->blocking ? &map->paced : NULL);
+    return command_paced(command, job, CL_COMMAND_MAP_BUFFER, ret_event, map->blocking ? &map->event : NULL);
 }
 
 static cl_int map_by_driver(SimCommand *command, Map *map, cl_event *ret_event)
@@ -97,32 +96,7 @@ static cl_int map_by_driver(SimCommand *command, Map *map, cl_event *ret_event)
     mapping->pointer = sim.next.clEnqueueMapBuffer(command->queue->object.handle, map->mem->object.handle, CL_FALSE, mapping->flags,
                                                    mapping->offset, mapping->bytes, command->n_handles, command->handles, &handle,
                                                    &status);
-    if (status == CL_SUCCESS && map->blocking && sim.next.clRetainEvent(handle) == CL_SUCCESS)
-        map->driver = handle;
-    return command_driver(command, status, CL_COMMAND_MAP_BUFFER, handle, ret_event);
-}
-
-/* A blocking map is over when it is complete. */
-static cl_int map_wait(const Map *map, cl_command_queue queue)
-{
-    cl_int status = CL_SUCCESS;
-
-    if (map->paced) {
-        (void)sim.next.clFlush(queue);
-        status = SIM_MIN(event_wait(map->paced), CL_SUCCESS);
-        event_seen(map->paced);
-        object_unref(&map->paced->object);
-    }
-    if (map->driver) {
-        SimEvent *event = (SimEvent *)object_find(SIM_EVENT, map->driver);
-
-        status = sim.next.clWaitForEvents(1, &map->driver);
-        if (event)
-            event_seen(event);
-        object_unref(event ? &event->object : NULL);
-        (void)sim.next.clReleaseEvent(map->driver);
-    }
-    return status;
+    return command_driver(command, status, CL_COMMAND_MAP_BUFFER, handle, ret_event, map->blocking ? &map->event : NULL);
 }
 
 static void *map_run(SimCall *call, cl_command_queue queue, cl_mem buffer, Map *map, cl_uint n, const cl_event *waits,
@@ -147,8 +121,9 @@ static void *map_run(SimCall *call, cl_command_queue queue, cl_mem buffer, Map *
         map->mapping = NULL;
     }
     command_end(&command);
-    if (status == CL_SUCCESS)
-        status = map_wait(map, queue);
+    if (map->event)
+        status = event_wait(map->event);
+    object_unref(map->event ? &map->event->object : NULL);
     object_unref(map->mem ? &map->mem->object : NULL);
     *ret = status;
     return status == CL_SUCCESS ? pointer : NULL;
@@ -216,7 +191,7 @@ static cl_int unmap(SimCommand *command, SimMem *mem, void *pointer, cl_event *r
             command_access(command, (SimMem *)object_ref(&mem->object), mapping->offset, mapping->bytes, true);
         status = sim.next.clEnqueueUnmapMemObject(command->queue->object.handle, mem->object.handle, pointer, command->n_handles,
                                                   command->handles, &handle);
-        status = command_driver(command, status, CL_COMMAND_UNMAP_MEM_OBJECT, handle, ret_event);
+        status = command_driver(command, status, CL_COMMAND_UNMAP_MEM_OBJECT, handle, ret_event, NULL);
     }
     free(mapping);
     return status;
@@ -244,7 +219,7 @@ static cl_int CL_API_CALL layer_clEnqueueUnmapMemObject(cl_command_queue queue, 
 
             /* An image: the driver's. */
             status = sim.next.clEnqueueUnmapMemObject(queue, buffer, pointer, command.n_handles, command.handles, &handle);
-            status = command_driver(&command, status, CL_COMMAND_UNMAP_MEM_OBJECT, handle, event);
+            status = command_driver(&command, status, CL_COMMAND_UNMAP_MEM_OBJECT, handle, event, NULL);
         }
     }
     command_end(&command);

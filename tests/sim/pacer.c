@@ -59,20 +59,6 @@ static SimLane *lane_of(SimDevice *device, SimLaneKind kind)
     return &device->lanes[kind];
 }
 
-typedef struct DriverDone {
-    SimJob *job;
-    bool fails;
-} DriverDone;
-
-static void CL_CALLBACK driver_done(cl_event event, cl_int status, void *userdata)
-{
-    DriverDone *done = userdata;
-
-    (void)event;
-    job_advance(done->job, done->fails && status < 0 ? status : CL_SUCCESS);
-    free(done);
-}
-
 static void job_after_paced(SimJob *job, SimEvent *event, bool fails)
 {
     SimFollower *follower = calloc(1, sizeof(*follower));
@@ -94,21 +80,22 @@ static void job_after_paced(SimJob *job, SimEvent *event, bool fails)
 
 void job_after(SimJob *job, SimEvent *event, bool fails)
 {
-    DriverDone *done;
+    SimCallback *callback;
 
     if (event->paced) {
         job_after_paced(job, event, fails);
         return;
     }
-    done = malloc(sizeof(*done));
-    if (!done)
+    callback = calloc(1, sizeof(*callback));
+    if (!callback)
         return;
-    *done = (DriverDone){job, fails};
+    *callback = (SimCallback){.event = (SimEvent *)object_ref(&event->object), .type = CL_COMPLETE, .job = job, .fails = fails};
     sim_lock();
     job->pending++;
     sim_unlock();
-    if (sim.next.clSetEventCallback(event->object.handle, CL_COMPLETE, driver_done, done) != CL_SUCCESS) {
-        free(done);
+    if (event_watch(callback) != CL_SUCCESS) {
+        object_unref(&event->object);
+        free(callback);
         job_advance(job, CL_SUCCESS);
     }
 }

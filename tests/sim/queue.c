@@ -177,8 +177,8 @@ static cl_int CL_API_CALL layer_clFinish(cl_command_queue handle)
     all = queue->all;
     sim_unlock();
     (void)sim.next.clFlush(handle);
-    /* A paced command is no command of the driver's queue. */
-    if (last && last->paced)
+    /* A paced command is no command of the driver's queue, and PoCL does not always wake for one that fails. */
+    if (last && (last->paced || last->may_fail))
         (void)event_wait(last);
     status = fault_lost() != CL_SUCCESS ? fault_lost() : sim.next.clFinish(handle);
     if (status == CL_SUCCESS) {

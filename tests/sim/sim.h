@@ -12,7 +12,7 @@
  *   device.c     what the device says of itself; probe.c measures it
  *   context.c    contexts;  queue.c queues
  *   memory.c     buffers: limits, memory that the layer owns
- *   event.c      events: state, times, callbacks, waits
+ *   event.c      events: state, times, waits;  callback.c who is called
  *   command.c    the way of one enqueued command, whether the driver's or paced
  *   pacer.c      paced jobs and the threads that run them
  *   transfer.c   read, write, copy;  map.c  map and unmap
@@ -256,8 +256,8 @@ struct SimDevice {
 
 /* The one record of a device (or of the device that it is a part of); measured when @probed is asked for.  NULL: no memory. */
 SimDevice *device_get(cl_device_id handle, bool probed);
-/* Now, as the driver's profiling times say it. */
-uint64_t device_now(const SimDevice *device, uint64_t nsec);
+/* What to add to a time of CLOCK_MONOTONIC for one of the driver's profiling times (modulo 2^64). */
+uint64_t device_ahead(const SimDevice *device);
 /* probe.c: with a context of its own. */
 void probe_device(SimDevice *device);
 uint64_t sim_now_nsec(clockid_t clock);
@@ -319,20 +319,31 @@ void memory_name(const SimMem *mem, char *text, size_t size);
 
 typedef void(CL_CALLBACK *SimNotify)(cl_event, cl_int, void *);
 
+/* What is called when an event gets somewhere: a function of the program's, or a job that waits. */
 typedef struct SimCallback SimCallback;
 struct SimCallback {
     SimCallback *next;
     SimEvent *event; /* ref */
     cl_int type, status;
+    bool fired;      /* by the layer; the driver may still come with it */
     SimNotify notify;
     void *userdata;
+    SimJob *job;
+    bool fails;      /* a failure is the job's: the event stood in its wait list */
+    bool is_wait;    /* the layer's own */
 };
 
 typedef struct SimFollower SimFollower;
 struct SimFollower {
     SimFollower *next;
     SimJob *job;
-    bool fails; /* a failure is passed on: it stood in the wait list */
+    bool fails;
+};
+
+typedef struct SimDependent SimDependent;
+struct SimDependent {
+    SimDependent *next;
+    SimEvent *event; /* ref */
 };
 
 struct SimEvent {
@@ -345,10 +356,11 @@ struct SimEvent {
     bool paced;
     cl_event order;           /* complete whatever the outcome: what only the queue's order makes wait */
     cl_int status;            /* paced: CL_QUEUED … CL_COMPLETE, or an error */
-    bool open;                /* the program's user event, not set yet */
+    bool may_fail;            /* the driver's, and waits for what may fail */
     uint64_t queued_nsec, submit_nsec, start_nsec, end_nsec; /* CLOCK_MONOTONIC; the device's clock once it is complete */
-    SimCallback *callbacks;   /* of a paced one */
-    SimFollower *followers;
+    SimCallback *callbacks;
+    SimFollower *followers;   /* jobs that wait for a paced one */
+    SimDependent *dependents; /* commands of the driver's that have it in their wait lists */
     SimStamp stamp;
 };
 
@@ -356,11 +368,22 @@ struct SimEvent {
 SimEvent *event_new(const SimCall *call, SimQueue *queue, cl_command_type type, bool paced, cl_event handle, bool shown);
 /* Moves a paced event on; the last state (<= CL_COMPLETE) lets all that wait for it go. */
 void event_set(SimEvent *event, cl_int status);
-/* Waits for a paced event; its status. */
+/* Has the driver call back; CL_SUCCESS: @callback is taken. */
+cl_int event_watch(SimCallback *callback);
+/* @dependent, of the driver's, has @event in its wait list.  sim.lock is held. */
+void event_add_dependent_locked(SimEvent *event, SimEvent *dependent);
+/* The driver's event may have failed: calls those back that the driver has not. */
+void event_check_failed(SimEvent *event);
+void dependents_free(SimDependent *dependents, bool failed);
+/* Hands the callbacks of a paced event that @status has reached to the thread that calls.  sim.lock is held. */
+void callbacks_queue(SimEvent *event, cl_int status);
+/* Waits for an event of the driver's by a callback; its status. */
+cl_int callback_wait(SimEvent *event);
+void callbacks_stop(void);
+/* Submits and waits, whoever's it is; CL_SUCCESS or its error. */
 cl_int event_wait(SimEvent *event);
 void event_seen(SimEvent *event);
 void event_destroy(SimEvent *event);
-void event_stop(void);
 
 /* ---- arguments.c ---------------------------------------------------------------------------------------------------- */
 
@@ -409,9 +432,11 @@ typedef struct SimCommand {
 cl_int command_begin(SimCommand *command, SimCall *call, cl_command_queue queue, cl_uint n_waits, const cl_event *waits);
 /* @mem: with a reference of the command's own; NULL: host memory by address. */
 void command_access(SimCommand *command, SimMem *mem, uint64_t begin, uint64_t bytes, bool writes);
-/* The driver was called with command->handles and gave @status and @handle.  @ret_event: the program's.  Gives @status. */
-cl_int command_driver(SimCommand *command, cl_int status, cl_command_type type, cl_event handle, cl_event *ret_event);
-/* Hands @job (taken, also on failure) to the pacer.  @ret_wait (may be NULL): a reference for the caller. */
+/* The driver was called with command->handles and gave @status and @handle.  @ret_event: the program's.  @ret_wait (may be NULL): a reference
+ * for the caller.  Gives @status. */
+cl_int command_driver(SimCommand *command, cl_int status, cl_command_type type, cl_event handle, cl_event *ret_event,
+                      SimEvent **ret_wait);
+/* Hands @job (taken, also on failure) to the pacer. */
 cl_int command_paced(SimCommand *command, SimJob *job, cl_command_type type, cl_event *ret_event, SimEvent **ret_wait);
 /* Whether a fault makes the command accepted only to fail or stall. */
 bool command_is_faulty(const SimCommand *command);

@@ -121,34 +121,18 @@ static cl_int driver_transfer(const SimCommand *command, const Transfer *t, cl_e
     return sim.next.clEnqueueWriteBuffer(queue, t->buffer, CL_FALSE, t->at[0], t->region[0], t->host, n, waits, ret);
 }
 
-/* Through the driver; a blocking one is waited for without the queue's lock, for others may have to enqueue first. */
-static cl_int run_by_driver(SimCommand *command, const Transfer *transfer, cl_event *ret_event, cl_event *ret_wait)
+static cl_int run_by_driver(SimCommand *command, const Transfer *transfer, cl_event *ret_event, SimEvent **ret_wait)
 {
     cl_event handle = NULL;
     cl_int status = driver_transfer(command, transfer, &handle);
 
-    if (status == CL_SUCCESS && transfer->blocking && sim.next.clRetainEvent(handle) == CL_SUCCESS)
-        *ret_wait = handle;
-    return command_driver(command, status, transfer->type, handle, ret_event);
-}
-
-static cl_int wait_driver(cl_event handle)
-{
-    cl_int status = sim.next.clWaitForEvents(1, &handle);
-    SimEvent *event = (SimEvent *)object_find(SIM_EVENT, handle);
-
-    if (event)
-        event_seen(event);
-    object_unref(event ? &event->object : NULL);
-    (void)sim.next.clReleaseEvent(handle);
-    return status;
+    return command_driver(command, status, transfer->type, handle, ret_event, ret_wait);
 }
 
 static cl_int transfer_run(SimCall *call, cl_command_queue queue, Transfer *transfer, cl_uint n, const cl_event *waits,
                            cl_event *ret_event)
 {
-    SimEvent *paced = NULL;
-    cl_event handle = NULL;
+    SimEvent *event = NULL, **ret_wait = transfer->blocking ? &event : NULL;
     SimCommand command;
     cl_int status = command_begin(&command, call, queue, n, waits);
 
@@ -157,18 +141,15 @@ static cl_int transfer_run(SimCall *call, cl_command_queue queue, Transfer *tran
     if (status == CL_SUCCESS && (command.queue->object.context->discrete || command_is_faulty(&command))) {
         SimJob *job = transfer_job(transfer);
 
-        status = job ? command_paced(&command, job, transfer->type, ret_event, transfer->blocking ? &paced : NULL)
-                     : CL_OUT_OF_HOST_MEMORY;
+        status = job ? command_paced(&command, job, transfer->type, ret_event, ret_wait) : CL_OUT_OF_HOST_MEMORY;
     } else if (status == CL_SUCCESS)
-        status = run_by_driver(&command, transfer, ret_event, &handle);
+        status = run_by_driver(&command, transfer, ret_event, ret_wait);
     command_end(&command);
-    if (paced) {
-        (void)sim.next.clFlush(queue);
-        status = SIM_MIN(event_wait(paced), CL_SUCCESS);
-        event_seen(paced);
-        object_unref(&paced->object);
-    }
-    return handle ? wait_driver(handle) : status;
+    /* Without the queue's lock: others may have to enqueue first. */
+    if (event)
+        status = event_wait(event);
+    object_unref(event ? &event->object : NULL);
+    return status;
 }
 
 static cl_int CL_API_CALL layer_clEnqueueReadBuffer(cl_command_queue queue, cl_mem buffer, cl_bool blocking, size_t offset, size_t size,
@@ -294,7 +275,7 @@ static cl_int driver_copy(SimCommand *command, const Copy *c, cl_event *ret_even
     else
         status = sim.next.clEnqueueCopyBufferRect(queue, c->from, c->to, c->from_at, c->to_at, c->region, c->from_row, c->from_slice,
                                                   c->to_row, c->to_slice, command->n_handles, command->handles, &handle);
-    return command_driver(command, status, c->type, handle, ret_event);
+    return command_driver(command, status, c->type, handle, ret_event, NULL);
 }
 
 static cl_int copy_run(SimCall *call, cl_command_queue queue, Copy *copy, cl_uint n, const cl_event *waits, cl_event *ret_event)
