@@ -59,8 +59,8 @@ static bool same_section(const KvSectionSizes *a, const KvSectionSizes *b)
     const KvShape *x = &a->attend.shape, *y = &b->attend.shape;
 
     return a->kind == b->kind && a->home == b->home && kv_form_equal(&a->attend.form, &b->attend.form) &&
-           x->n_heads == y->n_heads && x->n_kv_heads == y->n_kv_heads && x->head_dim == y->head_dim &&
-           x->rotary_dim == y->rotary_dim && a->attend.scale == b->attend.scale && same_frequencies(&a->attend, &b->attend);
+           x->n_heads == y->n_heads && x->n_kv_heads == y->n_kv_heads && x->k_head_dim == y->k_head_dim &&
+           x->v_head_dim == y->v_head_dim && x->rotary_dim == y->rotary_dim && a->attend.scale == b->attend.scale && same_frequencies(&a->attend, &b->attend);
 }
 
 /* What says which section a layer belongs to. */
@@ -147,7 +147,7 @@ static int place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *reter
 static int section_basics(const GpuInfo *info, const KvSizes *sizes, KvSectionSizes *section, ErrorDetail *reterr)
 {
     const KvShape *shape = &section->attend.shape;
-    uint64_t items = sizes->max_items, rows = sizes->max_rows, values = (uint64_t)shape->n_kv_heads * shape->head_dim;
+    uint64_t items = sizes->max_items, rows = sizes->max_rows, values = kv_token_values(shape);
     int r;
 
     r = kv_layout(section->attend.form, shape, &section->layout, reterr);
@@ -162,7 +162,7 @@ static int section_basics(const GpuInfo *info, const KvSizes *sizes, KvSectionSi
     section->max_packs = (uint32_t)MAX((uint64_t)kv_ring_tokens(section->attend.form) / KV_PAGE_TOKENS, (31 * items + rows) / KV_PAGE_TOKENS);
     section->block_layer_bytes = (uint64_t)KV_BLOCK_PAGES * section->layout.page_bytes;
     section->block_bytes = section->block_layer_bytes * section->n_planes;
-    section->tail_layer_bytes = 2 * (uint64_t)(kv_ring_tokens(section->attend.form) + section->attend.form.sink_tokens) * values *
+    section->tail_layer_bytes = (uint64_t)(kv_ring_tokens(section->attend.form) + section->attend.form.sink_tokens) * values *
                                 (section->attend.tail_bits / 8);
     section->tail_layer_bytes = (section->tail_layer_bytes + 63) & ~(uint64_t)63;
     section->calibration_layer_bytes = (kv_constants_floats(shape) * sizeof(float) + 63) & ~(uint64_t)63;

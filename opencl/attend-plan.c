@@ -28,6 +28,8 @@ static int check_options(const AttendOptions *options, ErrorDetail *reterr)
     if (options->max_rows == 0 || options->max_refs == 0 || options->max_pages == 0)
         return error_detail_set(reterr, -EINVAL, "attention for %u rows, %u refs, %u pages", options->max_rows, options->max_refs,
                                 options->max_pages);
+    if (options->visibility.mask != ATTEND_MASK_CAUSAL || options->softcap != 0 || options->sink_logits)
+        return error_detail_set(reterr, -EINVAL, "attention with a window, a cap of the scores or sink logits has no kernel");
     if (options->shape.rotary_dim > 0 && !options->inv_freq)
         return error_detail_set(reterr, -EINVAL, "rotary_dim %u without frequencies", options->shape.rotary_dim);
     return 0;
@@ -67,8 +69,8 @@ uint32_t attend_operand_floats(const AttendOptions *options, const KvLayout *lay
     uint32_t n;
 
     if (!kv_form_is_coded(options->form))
-        return options->shape.head_dim;
-    n = 2 * options->shape.head_dim + 2 * attend_rotary_pad(options) + 1 + 2 * layout->k_groups;
+        return options->shape.k_head_dim;
+    n = 2 * options->shape.k_head_dim + 2 * attend_rotary_pad(options) + 1 + 2 * layout->k_groups;
     return (n + VECTOR_DIMS - 1) / VECTOR_DIMS * VECTOR_DIMS;
 }
 
@@ -86,7 +88,7 @@ int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSize
 {
     const KvShape *shape = &options->shape;
     bool integer = kernels >= ATTEND_KERNELS_BW;
-    uint32_t state_bytes = (shape->head_dim + 2) * (uint32_t)sizeof(float), pad = attend_rotary_pad(options);
+    uint32_t state_bytes = (shape->v_head_dim + 2) * (uint32_t)sizeof(float), pad = attend_rotary_pad(options);
     AttendSizes sizes = {0};
     KvLayout layout;
     int r;
@@ -98,7 +100,7 @@ int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSize
     if (!r)
         r = product(options->max_rows, shape->n_heads, state_bytes, 1, &sizes.state);
     if (!r)
-        r = product(options->max_rows, 2 * (uint64_t)shape->n_kv_heads, shape->head_dim, options->tail_bits / 8, &sizes.kept);
+        r = product(options->max_rows, kv_token_values(shape), options->tail_bits / 8, 1, &sizes.kept);
     if (!r)
         r = product(options->max_refs, shape->n_heads, state_bytes, 1, &sizes.partials);
     if (!r && pad)
@@ -106,7 +108,7 @@ int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSize
     if (!r && pad)
         sizes.places = (2 * (uint64_t)pad * (KV_PAGE_TOKENS + ATTEND_NODES) + 4 * ATTEND_NODE_TOKENS) * sizeof(float);
     if (!r && integer)
-        r = product(ATTEND_TILE_GROUPS_MAX, 2, (uint64_t)KV_BLOCK_PAGES * KV_PAGE_TOKENS, shape->head_dim, &sizes.scratch);
+        r = product(ATTEND_TILE_GROUPS_MAX, KV_BLOCK_PAGES * KV_PAGE_TOKENS, shape->k_head_dim + shape->v_head_dim, 1, &sizes.scratch);
     if (r)
         return error_detail_set(reterr, r, "attention buffers for %u rows and %u refs would overflow", options->max_rows,
                                 options->max_refs);

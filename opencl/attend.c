@@ -53,11 +53,11 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
     int n;
 
     n = snprintf(buffer, size,
-                 "-DHEAD_DIM=%u -DN_HEADS=%u -DN_KV=%u -DROT_HALF=%u -DFORM=%d -DK_BITS=%u -DV_BITS=%u -DGROUP_DIMS=%u -DK_GROUPS=%u "
+                 "-DK_DIM=%u -DV_DIM=%u -DN_HEADS=%u -DN_KV=%u -DROT_HALF=%u -DFORM=%d -DK_BITS=%u -DV_BITS=%u -DGROUP_DIMS=%u -DK_GROUPS=%u "
                  "-DV_GROUPS=%u -DCENTRE=%d -DPAIR_SCALE=%d -DROTATE=%d -DPLAIN_LEVELS=%d -DSINK_TOKENS=%u -DTAIL_TOKENS=%u -DTAIL_BITS=%u "
                  "-DRECORD_BYTES=%u -DPAGE_BYTES=%u -DK_HIGH=%u -DV_OFFSET=%u -DV_HIGH=%u -DK_SCALE=%u -DV_SCALE=%u "
                  "-DSCORE_SCALE=as_float(0x%08xu) -DLANES=%d -DW=%d -DCOLS=%u -DN_FAST=%u -DINTEGER=%d -DVNNI=%d",
-                 o->shape.head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, (int)o->form.kind, o->form.k_bits,
+                 o->shape.k_head_dim, o->shape.v_head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, (int)o->form.kind, o->form.k_bits,
                  o->form.v_bits, o->form.group_dims ? o->form.group_dims : NO_GROUPS, l->k_groups, l->v_groups, (int)o->form.centre,
                  o->form.pair_scale, o->form.rotation == KV_ROTATION_HADAMARD, o->form.levels == KV_LEVELS_PLAIN, o->form.sink_tokens,
                  kv_ring_tokens(o->form), o->tail_bits, l->record_bytes, l->page_bytes, l->k_high_offset, l->v_offset,
@@ -140,7 +140,7 @@ static uint32_t choose_blocks_per_launch(const GpuInfo *info, const KvShape *sha
 {
     if (!strcasestr(info->platform, "rusticl"))
         return INT32_MAX;
-    return MAX(256 / shape->head_dim, 1u);
+    return MAX(512 / (shape->k_head_dim + shape->v_head_dim), 1u);
 }
 
 int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail *reterr)

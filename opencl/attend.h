@@ -16,12 +16,12 @@
  * the pass.  Both launch shapes below obey it.
  *
  * Buffers, in elements of the stated type:
- *   qkv    f32 (n_rows, (n_heads + 2 n_kv_heads) * head_dim): q heads, then k heads, then v heads, before RoPE
- *   new    one layer's new keys and values after RoPE, f16 or f32 (tail_bits): K (n_rows, n_kv_heads, head_dim), then V
+ *   qkv    f32 (n_rows, kv_row_values()): q heads, then k heads of k_head_dim, then v heads of v_head_dim, before RoPE
+ *   new    one layer's new keys and values after RoPE, f16 or f32 (tail_bits): K (n_rows, n_kv_heads, k_head_dim), then V
  *   tail   per layer of one tail slot: ring of kv_ring_tokens(form) tokens (slot = position % ring), then the form's sinks:
- *          K (ring + sinks, n_kv_heads, head_dim), then V the same
- *   state  f32 (n_rows, n_heads, head_dim + 2)
- *   out    f32 (n_rows, n_heads * head_dim)
+ *          K (ring + sinks, n_kv_heads, k_head_dim), then V the same
+ *   state  f32 (n_rows, n_heads, v_head_dim + 2)
+ *   out    f32 (n_rows, n_heads * v_head_dim)
  */
 
 #include "opencl/gpu.h"
@@ -35,7 +35,7 @@ typedef struct AttendGroup {
     int32_t tail_slot;
     int32_t new_start;     /* positions >= this are read from `new` at row new_row0 + pos - new_start, older from the tail ring */
     int32_t new_row0;
-    int32_t reserved;
+    int32_t chunk_shift;   /* chunked: 0 .. window - 1, where the chunks' borders lie (a sequence's left padding) */
 } AttendGroup;
 
 /* One block of one group inside one tile; refs of a group are consecutive and in block order. */
@@ -43,7 +43,7 @@ typedef struct AttendRef {
     int32_t group;
     int32_t block;                    /* pages [8 block, 8 block + n_pages) of the sequence */
     int32_t n_pages;                  /* visible to the group, 1..KV_BLOCK_PAGES */
-    int32_t reserved;
+    int32_t first_page;               /* of the block: those before are out of every row's sight; their entries in pages are not read */
     uint32_t pages[KV_BLOCK_PAGES];   /* page index in the tile's buffer, or in `fresh` when ATTEND_REF_FRESH is set */
 } AttendRef;
 #define ATTEND_REF_FRESH 0x80000000u
@@ -77,12 +77,45 @@ typedef enum AttendSpread {
     ATTEND_SPREAD_SEQUENTIAL,
 } AttendSpread;
 
+/* Which keys a query at position a sees: positions decide, nothing else. */
+typedef enum AttendMask {
+    ATTEND_MASK_CAUSAL,  /* k <= a */
+    ATTEND_MASK_SLIDING, /* a - window < k <= a */
+    ATTEND_MASK_CHUNKED, /* k <= a in the same chunk: (k - shift) / window == (a - shift) / window, rounded down */
+} AttendMask;
+
+typedef struct AttendVisibility {
+    AttendMask mask;
+    uint32_t window; /* sliding, chunked: 1 .. ATTEND_WINDOW_MAX tokens; else 0 */
+} AttendVisibility;
+#define ATTEND_WINDOW_MAX (1u << 30)
+
+/* The lowest position that a query at @position sees; @shift as in AttendGroup. */
+static inline uint32_t attend_first_visible(AttendVisibility visibility, uint32_t shift, uint32_t position)
+{
+    switch (visibility.mask) {
+    case ATTEND_MASK_SLIDING:
+        return position >= visibility.window ? position - visibility.window + 1 : 0;
+    case ATTEND_MASK_CHUNKED: {
+        uint32_t into = (position + visibility.window - shift) % visibility.window;
+
+        return position >= into ? position - into : 0;
+    }
+    case ATTEND_MASK_CAUSAL:
+        break;
+    }
+    return 0;
+}
+
 typedef struct AttendOptions {
     KvForm form;
     KvShape shape;
     bool exact;           /* float32 queries and sums (portable kernels); else integer kernels where the device has them */
     uint32_t tail_bits;   /* 32 for form f32, else 16 */
-    float scale;          /* of the scores, 1 / sqrt(head_dim) unless the model says otherwise */
+    float scale;          /* of the scores, 1 / sqrt(k_head_dim) unless the model says otherwise */
+    AttendVisibility visibility;
+    float softcap;        /* scores become softcap * tanh(score / softcap); 0: they stay */
+    bool sink_logits;     /* AttendLayer names a logit per head that takes part in the softmax without a value */
     uint32_t max_rows, max_refs; /* largest pass, largest tile (blocks) */
     const float *inv_freq; /* (rotary_dim / 2), borrowed during the call */
     uint32_t max_pages;    /* longest sequence in pages, for the table of page angles */
@@ -116,6 +149,8 @@ typedef struct AttendLayer {
     GpuBuffer *tail;
     uint64_t tail_offset;          /* bytes of this layer inside a tail slot */
     uint64_t tail_slot_stride;     /* bytes between tail slots */
+    const GpuBuffer *sink_logits;  /* f32 (n_heads); only read when the options say so */
+    uint64_t sink_logits_offset;   /* bytes */
 } AttendLayer;
 
 /* RoPE on q and k, query operands, `new` keys and values; resets the state of the rows. */

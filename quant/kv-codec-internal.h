@@ -17,8 +17,7 @@ typedef struct KvGroupScale {
 /* Dims of one side of a head, and groups in it. */
 static inline uint32_t kv_side_dim(const KvShape *shape, bool is_key)
 {
-    (void)is_key;
-    return shape->head_dim;
+    return is_key ? shape->k_head_dim : shape->v_head_dim;
 }
 
 static inline uint32_t kv_base_bits(uint32_t bits)

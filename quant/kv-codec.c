@@ -17,7 +17,7 @@
 static float hadamard_scale(uint32_t n)
 {
     static const float scale[] = {1.0f, SQRT_HALF, 0.5f, SQRT_HALF * 0.5f, 0.25f, SQRT_HALF * 0.25f, 0.125f,
-                                  SQRT_HALF * 0.125f, 0.0625f};
+                                  SQRT_HALF * 0.125f, 0.0625f, SQRT_HALF * 0.0625f};
 
     return scale[__builtin_ctz(n)];
 }

@@ -41,7 +41,7 @@
 
 #define KV_PAGE_TOKENS     32 /* also the flush granularity */
 #define KV_BLOCK_PAGES     8  /* the unit of summation: partial results of 8 pages merge in order */
-#define KV_MAX_HEAD_DIM    256
+#define KV_MAX_HEAD_DIM    576
 #define KV_MAX_TAIL_TOKENS 512
 #define KV_FP8_HEADROOM    8.0f /* e4m3 has the range to spare: 2^18 from the smallest step to the largest number */
 
@@ -105,9 +105,20 @@ static inline uint32_t kv_ring_tokens(KvForm form)
 /* The shape of one layer's cache. */
 typedef struct KvShape {
     uint32_t n_heads, n_kv_heads; /* n_heads is a multiple of n_kv_heads */
-    uint32_t head_dim;            /* of K and of V; a multiple of 16, at most KV_MAX_HEAD_DIM */
-    uint32_t rotary_dim;          /* even, <= head_dim; pairs are (f, f + rotary_dim / 2) */
+    uint32_t k_head_dim, v_head_dim; /* of keys (and queries) and of values; multiples of 16, at most KV_MAX_HEAD_DIM */
+    uint32_t rotary_dim;          /* even, <= k_head_dim; pairs are (f, f + rotary_dim / 2) */
 } KvShape;
+
+/* Elements of one token's keys and values; of them with the queries before them. */
+static inline uint64_t kv_token_values(const KvShape *shape)
+{
+    return (uint64_t)shape->n_kv_heads * (shape->k_head_dim + shape->v_head_dim);
+}
+
+static inline uint64_t kv_row_values(const KvShape *shape)
+{
+    return (uint64_t)shape->n_heads * shape->k_head_dim + kv_token_values(shape);
+}
 
 /* Byte layout of a record; all offsets from the record's start.  A code of b bits is a base field of 8, 4 or 2 bits in the base planes,
  * and what is left, 2 bits or 1, in the high planes. */
@@ -120,21 +131,21 @@ typedef struct KvLayout {
 
 /* What calibration measured for one layer; pointers may be NULL: means zero, factors one. */
 typedef struct KvCalibration {
-    const float *k_mean;         /* (n_kv_heads, head_dim): mean key before RoPE */
-    const float *v_mean;         /* (n_kv_heads, head_dim) */
-    const float *k_turned_mean;  /* (n_kv_heads, head_dim): mean key after RoPE, for KV_CENTRE_AFTER_ROPE */
-    const float *k_pair_scale;   /* (n_kv_heads, head_dim): w, positive; equal for both of a rotary pair */
+    const float *k_mean;         /* (n_kv_heads, k_head_dim): mean key before RoPE */
+    const float *v_mean;         /* (n_kv_heads, v_head_dim) */
+    const float *k_turned_mean;  /* (n_kv_heads, k_head_dim): mean key after RoPE, for KV_CENTRE_AFTER_ROPE */
+    const float *k_pair_scale;   /* (n_kv_heads, k_head_dim): w, positive; equal for both of a rotary pair */
     float k_largest, v_largest;  /* magnitudes, for fp8; 0: unknown */
 } KvCalibration;
 
-/* 0 or -EINVAL with the culprit (form, head_dim, …) in the detail. */
+/* 0 or -EINVAL with the culprit (form, k_head_dim, …) in the detail. */
 int kv_layout(KvForm form, const KvShape *shape, KvLayout *ret, ErrorDetail *reterr);
 
 /* Bits per cached value at @n_tokens, everything counted (codes, scales, sinks, tail in tail_bits). */
 double kv_true_bits(KvForm form, const KvShape *shape, uint32_t n_tokens, uint32_t tail_bits);
 
 /* A layer's calibration as packing and the kernels want it: what the form does not use is neutral.  In floats: K mean, K factor (1 / w),
- * w, (n_kv_heads, head_dim) each; V mean; then KV_SCALE_FLOATS: fp8's scale of K, of V. */
+ * w, (n_kv_heads, k_head_dim) each; V mean; then KV_SCALE_FLOATS: fp8's scale of K, of V. */
 #define KV_SCALE_FLOATS 16
 uint32_t kv_constants_floats(const KvShape *shape);
 void kv_constants_fill(KvForm form, const KvShape *shape, const KvCalibration *calibration, float *ret);
@@ -149,9 +160,9 @@ void kv_hadamard(float *x, uint32_t n);
 #define KV_SEARCH_FLOATS 8
 const float *kv_search(uint8_t bits);
 
-/* C reference of packing: k, v: (KV_PAGE_TOKENS, n_kv_heads, head_dim), k already rotated by RoPE with @rope: (KV_PAGE_TOKENS,
+/* C reference of packing: k, v: (KV_PAGE_TOKENS, n_kv_heads, k_ or v_head_dim), k already rotated by RoPE with @rope: (KV_PAGE_TOKENS,
  * rotary_dim / 2, 2) cos and sin of the page's positions.  @calibration may be NULL. */
 void kv_pack_page(KvForm form, const KvShape *shape, const KvCalibration *calibration, const float *rope, const float *k,
                   const float *v, void *ret_page);
-/* C reference of decoding: dec(k'), dec(v') of one head of a page, (KV_PAGE_TOKENS, head_dim) each; fp8 without its scale s. */
+/* C reference of decoding: dec(k'), dec(v') of one head of a page, (KV_PAGE_TOKENS, k_ or v_head_dim); fp8 without its scale s. */
 void kv_unpack_page(KvForm form, const KvShape *shape, const void *page, uint32_t kv_head, float *ret_k, float *ret_v);

@@ -135,16 +135,25 @@ int kv_form_check(KvForm form, ErrorDetail *reterr)
     return r ? r : check_transform(form, reterr);
 }
 
+static bool head_dim_is_known(uint32_t dim)
+{
+    return dim > 0 && dim % 16 == 0 && dim <= KV_MAX_HEAD_DIM;
+}
+
 static int check_shape(const KvShape *shape, ErrorDetail *reterr)
 {
-    if (shape->head_dim == 0 || shape->head_dim % 16 || shape->head_dim > KV_MAX_HEAD_DIM)
-        return error_detail_set(reterr, -EINVAL, "head_dim %u is not a multiple of 16 up to %d", shape->head_dim, KV_MAX_HEAD_DIM);
+    if (!head_dim_is_known(shape->k_head_dim))
+        return error_detail_set(reterr, -EINVAL, "k_head_dim %u is not a multiple of 16 up to %d", shape->k_head_dim,
+                                KV_MAX_HEAD_DIM);
+    if (!head_dim_is_known(shape->v_head_dim))
+        return error_detail_set(reterr, -EINVAL, "v_head_dim %u is not a multiple of 16 up to %d", shape->v_head_dim,
+                                KV_MAX_HEAD_DIM);
     if (shape->n_kv_heads == 0 || shape->n_heads == 0 || shape->n_heads % shape->n_kv_heads)
         return error_detail_set(reterr, -EINVAL, "%u heads do not share %u key/value heads evenly", shape->n_heads,
                                 shape->n_kv_heads);
-    if (shape->rotary_dim % 2 || shape->rotary_dim > shape->head_dim)
-        return error_detail_set(reterr, -EINVAL, "rotary_dim %u is odd or larger than head_dim %u", shape->rotary_dim,
-                                shape->head_dim);
+    if (shape->rotary_dim % 2 || shape->rotary_dim > shape->k_head_dim)
+        return error_detail_set(reterr, -EINVAL, "rotary_dim %u is odd or larger than k_head_dim %u", shape->rotary_dim,
+                                shape->k_head_dim);
     return 0;
 }
 

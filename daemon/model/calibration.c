@@ -29,7 +29,7 @@ typedef struct Sides {
 
 /* Sums over tokens of one layer. */
 typedef struct Sums {
-    double *k, *k_square, *k_turned; /* (n_kv_heads, head_dim) */
+    double *k, *k_square, *k_turned; /* (n_kv_heads, k_head_dim) */
     double *q_square;                /* the same, of the query heads that share the key head */
     double *v;
     float k_largest, v_largest; /* of a rotary pair's length: no rotation makes a key's channel larger */
@@ -48,9 +48,9 @@ static Sides sides_of(const Model *model)
 {
     const KvShape *shape = &model->file->hparams.model.attention;
     Sides sides = {
-        .k = (size_t)shape->n_kv_heads * shape->head_dim,
-        .v = (size_t)shape->n_kv_heads * shape->head_dim,
-        .q = (size_t)shape->n_heads * shape->head_dim,
+        .k = (size_t)shape->n_kv_heads * shape->k_head_dim,
+        .v = (size_t)shape->n_kv_heads * shape->v_head_dim,
+        .q = (size_t)shape->n_heads * shape->k_head_dim,
     };
 
     sides.all = 3 * sides.k + sides.v + 2;
@@ -92,7 +92,7 @@ static void add_key_head(const KvShape *shape, const float *inv_freq, uint32_t p
         turned[f + half] += (double)k[f + half] * c + (double)k[f] * s;
         *largest = fmaxf(*largest, hypotf(k[f], k[f + half]));
     }
-    for (uint32_t d = shape->rotary_dim; d < shape->head_dim; d++) {
+    for (uint32_t d = shape->rotary_dim; d < shape->k_head_dim; d++) {
         turned[d] += (double)k[d];
         *largest = fmaxf(*largest, fabsf(k[d]));
     }
@@ -103,7 +103,7 @@ static void add_token(const Measurement *measurement, Sums *sums, uint32_t posit
 {
     const KvShape *shape = &measurement->model->file->hparams.model.attention;
     const float *k = qkv + measurement->sides.q, *v = k + measurement->sides.k;
-    uint32_t dim = shape->head_dim, n_rep = shape->n_heads / shape->n_kv_heads;
+    uint32_t dim = shape->k_head_dim, n_rep = shape->n_heads / shape->n_kv_heads;
 
     for (size_t i = 0; i < measurement->sides.q; i++)
         sums->q_square[i / dim / n_rep * dim + i % dim] += (double)qkv[i] * (double)qkv[i];
@@ -156,13 +156,13 @@ static void head_scales(const KvShape *shape, const Sums *sums, size_t first, do
     uint32_t half = shape->rotary_dim / 2;
     float largest = 0.0f;
 
-    for (uint32_t d = 0; d < shape->head_dim; d++) {
+    for (uint32_t d = 0; d < shape->k_head_dim; d++) {
         uint32_t a = d < 2 * half ? d % half : d, b = d < 2 * half ? a + half : d;
 
         ret[d] = pair_scale(sums, first + a, first + b, n);
         largest = fmaxf(largest, ret[d]);
     }
-    for (uint32_t d = 0; d < shape->head_dim; d++)
+    for (uint32_t d = 0; d < shape->k_head_dim; d++)
         ret[d] = largest > 0.0f ? fmaxf(ret[d] / largest, 1e-3f) : 1.0f;
 }
 
@@ -178,7 +178,7 @@ static int conclude(const Measurement *measurement, const Sums *sums, float *ret
         ret[sides->k + i] = (float)(sums->k_turned[i] / n);
     }
     for (uint32_t h = 0; h < shape->n_kv_heads; h++)
-        head_scales(shape, sums, (size_t)h * shape->head_dim, n, ret + 2 * sides->k + (size_t)h * shape->head_dim);
+        head_scales(shape, sums, (size_t)h * shape->k_head_dim, n, ret + 2 * sides->k + (size_t)h * shape->k_head_dim);
     for (size_t i = 0; i < sides->v; i++)
         v[i] = (float)(sums->v[i] / n);
     v[sides->v] = sums->k_largest;

@@ -129,32 +129,31 @@ static int read_sizes(const Gguf *gguf, ModelParams *model, ErrorDetail *reterr)
 static int read_heads(const Gguf *gguf, ModelParams *model, ErrorDetail *reterr)
 {
     KvShape *shape = &model->attention;
-    uint32_t value_dim = 0;
     int r;
 
     r = read_count(gguf, "llama.attention.head_count", 0, MAX_DIMENSION, &shape->n_heads, reterr);
     if (!r)
         r = read_count(gguf, "llama.attention.head_count_kv", shape->n_heads, MAX_DIMENSION, &shape->n_kv_heads, reterr);
     if (!r)
-        r = read_count(gguf, "llama.attention.key_length", model->n_embd / shape->n_heads, MAX_DIMENSION, &shape->head_dim, reterr);
+        r = read_count(gguf, "llama.attention.key_length", model->n_embd / shape->n_heads, MAX_DIMENSION, &shape->k_head_dim, reterr);
     if (!r)
-        r = read_count(gguf, "llama.attention.value_length", shape->head_dim, MAX_DIMENSION, &value_dim, reterr);
+        r = read_count(gguf, "llama.attention.value_length", shape->k_head_dim, MAX_DIMENSION, &shape->v_head_dim, reterr);
     if (!r)
-        r = read_count(gguf, "llama.rope.dimension_count", shape->head_dim, MAX_DIMENSION, &shape->rotary_dim, reterr);
+        r = read_count(gguf, "llama.rope.dimension_count", shape->k_head_dim, MAX_DIMENSION, &shape->rotary_dim, reterr);
     if (r)
         return r;
     if (shape->n_heads % shape->n_kv_heads)
         return error_detail_set(reterr, MODEL_E_CORRUPT, "%u heads are no multiple of %u key/value heads", shape->n_heads,
                                 shape->n_kv_heads);
-    if (value_dim != shape->head_dim)
-        return error_detail_set(reterr, MODEL_E_UNSUPPORTED, "keys of %u and values of %u dimensions are not supported",
-                                shape->head_dim, value_dim);
-    if (shape->head_dim % 16 || shape->head_dim > 2 * HPARAMS_MAX_ROTARY_PAIRS)
+    if (shape->k_head_dim % 16 || shape->k_head_dim > KV_MAX_HEAD_DIM)
         return error_detail_set(reterr, MODEL_E_UNSUPPORTED, "a head size of %u is not supported (multiples of 16 up to %u are)",
-                                shape->head_dim, 2 * HPARAMS_MAX_ROTARY_PAIRS);
-    if (shape->rotary_dim % 2 || shape->rotary_dim > shape->head_dim)
+                                shape->k_head_dim, KV_MAX_HEAD_DIM);
+    if (shape->v_head_dim % 16 || shape->v_head_dim > KV_MAX_HEAD_DIM)
+        return error_detail_set(reterr, MODEL_E_UNSUPPORTED, "values of %u dimensions are not supported (multiples of 16 up to %u are)",
+                                shape->v_head_dim, KV_MAX_HEAD_DIM);
+    if (shape->rotary_dim % 2 || shape->rotary_dim > MIN(shape->k_head_dim, 2u * HPARAMS_MAX_ROTARY_PAIRS))
         return error_detail_set(reterr, MODEL_E_CORRUPT, "key 'llama.rope.dimension_count' is %u, odd or more than the head size of %u",
-                                shape->rotary_dim, shape->head_dim);
+                                shape->rotary_dim, shape->k_head_dim);
     return 0;
 }
 

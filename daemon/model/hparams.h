@@ -4,7 +4,7 @@
 
 #include "daemon/model/model.h"
 
-#define HPARAMS_MAX_ROTARY_PAIRS 128 /* half of the largest head */
+#define HPARAMS_MAX_ROTARY_PAIRS 128 /* half of the widest rotary part */
 
 typedef struct HParams {
     ModelParams model;

@@ -175,7 +175,7 @@ static OpsLinear make_product(const Model *model, PlacementUse use, uint32_t lay
     case PLACEMENT_QKV:
         set_norm(model, &tensors[WEIGHTS_ATTN_NORM], &linear);
         linear.y = model->qkv;
-        linear.y_cols = (params->attention.n_heads + 2 * params->attention.n_kv_heads) * params->attention.head_dim;
+        linear.y_cols = (uint32_t)kv_row_values(&params->attention);
         break;
     case PLACEMENT_HEAD:
         set_norm(model, &model->file->weights.output_norm, &linear);
@@ -251,7 +251,7 @@ static int run_attention(Model *model, KvPass *pass, uint32_t index, const Batch
     int r = 0;
 
     if (tap) {
-        size_t n = (size_t)batch->n_rows * (shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim;
+        size_t n = (size_t)batch->n_rows * kv_row_values(shape);
 
         r = model_fold_gpu(gpu_download(model->gpu, GPU_QUEUE_COMPUTE, model->qkv, 0, tap->qkv + index * n, n * sizeof(float),
                                         GPU_WAIT_NONE, "calibration", NULL));

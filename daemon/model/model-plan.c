@@ -28,7 +28,7 @@ OpsOptions model_ops_options(const ModelFile *file, const ModelOptions *options)
     return (OpsOptions){
         .exact = options->exact,
         .max_rows = options->max_rows,
-        .max_columns = MAX(widest, params->attention.n_heads * params->attention.head_dim),
+        .max_columns = MAX(widest, params->attention.n_heads * params->attention.v_head_dim),
     };
 }
 
@@ -50,7 +50,7 @@ KvModel model_kv(const ModelFile *file, const ModelOptions *options, const KvCal
     return (KvModel){
         .n_layers = params->n_layers,
         .shape = params->attention,
-        .scale = (float)(1.0 / sqrt(params->attention.head_dim)),
+        .scale = (float)(1.0 / sqrt(params->attention.k_head_dim)),
         .inv_freq = file->hparams.inv_freq,
         .calibration = calibration,
         .exact = options->exact,
@@ -71,8 +71,8 @@ ModelSizes model_sizes(const ModelFile *file, const ModelOptions *options)
     /* No product here can overflow: the dimensions are bounded in hparams.c, rows and context too. */
     return (ModelSizes){
         .x = row * params->n_embd,
-        .qkv = row * (shape->n_heads + 2 * (uint64_t)shape->n_kv_heads) * shape->head_dim,
-        .attended = row * shape->n_heads * shape->head_dim,
+        .qkv = row * kv_row_values(shape),
+        .attended = row * shape->n_heads * shape->v_head_dim,
         .hidden = row * params->n_ff,
         .logits = (uint64_t)n_logit_rows * params->n_vocab * sizeof(float),
         .input = 2 * (uint64_t)options->max_rows * sizeof(int32_t),

@@ -30,8 +30,8 @@ struct Model {
     Ops *head; /* products of the head; the same as ops in compute `exact` */
     WeightsDevice weights;
     GpuBuffer *x;       /* f32 (max_rows, n_embd): the residual stream */
-    GpuBuffer *qkv;     /* f32 (max_rows, (n_heads + 2 n_kv_heads) * head_dim) */
-    GpuBuffer *attended; /* f32 (max_rows, n_heads * head_dim) */
+    GpuBuffer *qkv;     /* f32 (max_rows, kv_row_values()) */
+    GpuBuffer *attended; /* f32 (max_rows, n_heads * v_head_dim) */
     GpuBuffer *hidden;  /* f32 (max_rows, n_ff) */
     GpuBuffer *logits;  /* f32 (n_logit_rows, n_vocab) */
     GpuBuffer *input;   /* int32 (2, max_rows): token ids, then rows whose logits are wanted */
@@ -65,7 +65,7 @@ int model_fold_kv(int r);
 
 /* Copies of every layer's qkv of a pass, for calibration. */
 typedef struct ModelTap {
-    float *qkv; /* (n_layers, n_rows, (n_heads + 2 n_kv_heads) * head_dim), host memory */
+    float *qkv; /* (n_layers, n_rows, kv_row_values()), host memory */
 } ModelTap;
 int model_run(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, const ModelTap *tap,
               ErrorDetail *reterr);

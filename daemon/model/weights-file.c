@@ -100,8 +100,8 @@ static int add_matrix(Fingerprint *print, const WeightsMatrix *matrix)
 /* Of everything that the image depends on besides the model's file. */
 static int fingerprint(const Weights *weights, const ModelParams *params, uint64_t *ret)
 {
-    const uint64_t shape[] = {params->attention.head_dim, params->attention.rotary_dim, params->attention.n_heads,
-                              params->attention.n_kv_heads};
+    const uint64_t shape[] = {params->attention.k_head_dim, params->attention.v_head_dim, params->attention.rotary_dim,
+                              params->attention.n_heads, params->attention.n_kv_heads};
     Fingerprint print = {.sum = sum_bytes(1, shape, sizeof(shape))};
     int r;
 

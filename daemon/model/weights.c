@@ -85,15 +85,16 @@ static int place(const Gguf *gguf, Weights *weights, const char *name, uint32_t 
 static int plan_layer(const Gguf *gguf, const ModelParams *params, Weights *weights, uint32_t index, ErrorDetail *reterr)
 {
     const KvShape *shape = &params->attention;
-    uint32_t n_embd = params->n_embd, n_q = shape->n_heads * shape->head_dim, n_kv = shape->n_kv_heads * shape->head_dim;
+    uint32_t n_embd = params->n_embd, n_q = shape->n_heads * shape->k_head_dim, n_o = shape->n_heads * shape->v_head_dim;
+    uint32_t n_k = shape->n_kv_heads * shape->k_head_dim, n_v = shape->n_kv_heads * shape->v_head_dim;
     WeightsLayer *layer = &weights->layers[index];
     const struct {
         const char *name;
         uint32_t n_rows, n_cols;
     } parts[WEIGHTS_TENSOR_X_MAX] = {
         [WEIGHTS_ATTN_NORM] = {"attn_norm", 0, n_embd},  [WEIGHTS_Q] = {"attn_q", n_q, n_embd},
-        [WEIGHTS_K] = {"attn_k", n_kv, n_embd},          [WEIGHTS_V] = {"attn_v", n_kv, n_embd},
-        [WEIGHTS_O] = {"attn_output", n_embd, n_q},      [WEIGHTS_FFN_NORM] = {"ffn_norm", 0, n_embd},
+        [WEIGHTS_K] = {"attn_k", n_k, n_embd},           [WEIGHTS_V] = {"attn_v", n_v, n_embd},
+        [WEIGHTS_O] = {"attn_output", n_embd, n_o},      [WEIGHTS_FFN_NORM] = {"ffn_norm", 0, n_embd},
         [WEIGHTS_GATE] = {"ffn_gate", params->n_ff, n_embd}, [WEIGHTS_UP] = {"ffn_up", params->n_ff, n_embd},
         [WEIGHTS_DOWN] = {"ffn_down", n_embd, params->n_ff},
     };
@@ -198,7 +199,7 @@ static uint32_t *new_rotary_map(uint32_t n_rows, const KvShape *shape)
     if (!map)
         return NULL;
     for (uint32_t row = 0; row < n_rows; row++) {
-        uint32_t d = row % shape->head_dim, head = row - d;
+        uint32_t d = row % shape->k_head_dim, head = row - d;
 
         map[row] = head + (d < half ? 2 * d : d < shape->rotary_dim ? 2 * (d - half) + 1 : d);
     }

@@ -87,7 +87,7 @@ static inline float mean_score(const __global float *operand, const __local floa
 #endif
 
 /* Stores or folds column @c's result; acc: this lane's vectors of dims, i = LANE, LANE + LANES, ... */
-static inline void block_emit(const Columns *columns, int c, float m, float l, const vfloat acc[PER_LANE(HEAD_DIM / W)])
+static inline void block_emit(const Columns *columns, int c, float m, float l, const vfloat acc[PER_LANE(V_DIM / W)])
 {
     __global float *out = columns->out[c];
     int n = 0;
@@ -95,23 +95,23 @@ static inline void block_emit(const Columns *columns, int c, float m, float l, c
     if (c >= columns->n_valid)
         return;
     if (!columns->fold) {
-        FOR_LANES(i, HEAD_DIM / W)
+        FOR_LANES(i, V_DIM / W)
             VSTORE(acc[n++], out + i * W);
         if (LANE == 0) {
-            out[HEAD_DIM] = m;
-            out[HEAD_DIM + 1] = l;
+            out[V_DIM] = m;
+            out[V_DIM + 1] = l;
         }
         return;
     }
-    Fold fold = fold_begin(out[HEAD_DIM], m);
+    Fold fold = fold_begin(out[V_DIM], m);
 
-    l = fold_one(fold, out[HEAD_DIM + 1], l);
-    FOR_LANES(i, HEAD_DIM / W)
+    l = fold_one(fold, out[V_DIM + 1], l);
+    FOR_LANES(i, V_DIM / W)
         VSTORE(fold_vector(fold, VLOAD(out + i * W), acc[n++]), out + i * W);
     SHARED_SYNC(); /* every lane has read m and l */
     if (LANE == 0) {
-        out[HEAD_DIM] = fold.m;
-        out[HEAD_DIM + 1] = l;
+        out[V_DIM] = fold.m;
+        out[V_DIM + 1] = l;
     }
     SHARED_SYNC();
 }

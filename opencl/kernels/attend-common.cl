@@ -9,7 +9,7 @@
  *
  * Every product that feeds a sum is an explicit fma and contraction is off: the bits do not depend on what a compiler inlines where.
  *
- * -D options: HEAD_DIM, N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat, 3 quanto, 4 hqq, 5 fp8), K_BITS, V_BITS,
+ * -D options: K_DIM and V_DIM (head sizes), N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat, 3 quanto, 4 hqq, 5 fp8), K_BITS, V_BITS,
  * GROUP_DIMS (huge without groups), K_GROUPS, V_GROUPS, CENTRE (0 none, 1 before RoPE, 2 after), PAIR_SCALE, ROTATE, PLAIN_LEVELS (0 or 1),
  * SINK_TOKENS, TAIL_TOKENS (of the ring), TAIL_BITS, record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES, K_HIGH, V_OFFSET, V_HIGH,
  * K_SCALE, V_SCALE), SCORE_SCALE (of scores, times log2 e), LANES, W, COLS (query heads that share a read of the keys), N_FAST (pairs
@@ -18,8 +18,9 @@
 
 #pragma OPENCL FP_CONTRACT OFF
 
-#ifndef HEAD_DIM
-#define HEAD_DIM     64
+#ifndef K_DIM
+#define K_DIM        64
+#define V_DIM        64
 #define N_HEADS      9
 #define N_KV         3
 #define ROT_HALF     32
@@ -74,17 +75,17 @@
 #define V_PER           (8 / V_BASE)
 #define K_REST_PER      (K_REST == 2 ? 4 : 8)
 #define V_REST_PER      (V_REST == 2 ? 4 : 8)
-#define K_VECTORS       (HEAD_DIM / 4 / K_PER) /* of the base planes, each of K_PER times four dims */
+#define K_VECTORS       (K_DIM / 4 / K_PER) /* of the base planes, each of K_PER times four dims */
 #define FIELD_MASK(width) (0x01010101u * ((1u << (width)) - 1u))
 #define K_TOP           ((1 << K_BITS) - 1)
 #define V_TOP           ((1 << V_BITS) - 1)
 
 /* A layer's constants, in floats (kv_constants_fill() of quant/kv-codec.h). */
 #define CONST_K_MEAN   0
-#define CONST_K_FACTOR (N_KV * HEAD_DIM)
-#define CONST_K_SCALE  (2 * N_KV * HEAD_DIM)
-#define CONST_V_MEAN   (3 * N_KV * HEAD_DIM)
-#define CONST_FP8      (4 * N_KV * HEAD_DIM)
+#define CONST_K_FACTOR (N_KV * K_DIM)
+#define CONST_K_SCALE  (2 * N_KV * K_DIM)
+#define CONST_V_MEAN   (3 * N_KV * K_DIM)
+#define CONST_FP8      (3 * N_KV * K_DIM + N_KV * V_DIM)
 #define FP8_UNIT       256.0f /* decoded numbers come divided by this: a half's exponent less e4m3's */
 
 typedef struct { int row0, n_rows, pos0, n_packed, tail_slot, new_start, new_row0, reserved; } Group;
@@ -329,36 +330,45 @@ static inline void tail_store(vfloat x, __global uchar *base, size_t index)
 
 /* ---- where things are ----------------------------------------------------------------------------------------------------- */
 
-/* `new`: K (n_rows, N_KV, HEAD_DIM), then V.  Element index of a row's head; V starts at @n_rows rows. */
-static inline size_t new_index(int row, int kv_head)
+/* `new`: K (n_rows, N_KV, K_DIM), then V (n_rows, N_KV, V_DIM).  Element index of a row's head. */
+static inline size_t new_key(int row, int kv_head)
 {
-    return ((size_t)row * N_KV + kv_head) * HEAD_DIM;
+    return ((size_t)row * N_KV + kv_head) * K_DIM;
 }
 
-/* The tail of one slot: ring, then sinks; K, then V. */
-#define TAIL_SIDE ((size_t)(TAIL_TOKENS + SINK_TOKENS) * N_KV * HEAD_DIM)
-static inline size_t tail_index(int place, int kv_head)
+static inline size_t new_value(int n_rows, int row, int kv_head)
 {
-    return ((size_t)place * N_KV + kv_head) * HEAD_DIM;
+    return (size_t)n_rows * N_KV * K_DIM + ((size_t)row * N_KV + kv_head) * V_DIM;
 }
 
-/* What prepare leaves for each (row, head), in floats:
+/* The tail of one slot: K of the ring, then of the sinks; V the same. */
+static inline size_t tail_key(int place, int kv_head)
+{
+    return ((size_t)place * N_KV + kv_head) * K_DIM;
+}
+
+static inline size_t tail_value(int place, int kv_head)
+{
+    return (size_t)(TAIL_TOKENS + SINK_TOKENS) * N_KV * K_DIM + ((size_t)place * N_KV + kv_head) * V_DIM;
+}
+
+/* What prepare leaves for each (row, head), in floats, D = K_DIM:
  *   [0, D)              the query after RoPE, times SCORE_SCALE, for keys in full precision
- *   coded: [D, 2D)      as the form transforms it; with INTEGER [D, 3D/2): int (HEAD_DIM / 4, 2), four signed bytes of the high, then of
+ *   coded: [D, 2D)      as the form transforms it; with INTEGER [D, 3D/2): int (K_DIM / 4, 2), four signed bytes of the high, then of
  *                       the low part of code = 128 high + low
  *   [OP_COS, +ROT_PAD)  C_f and [OP_SIN, +ROT_PAD) S_f of the mean's term (quant/kv-codec.h), zero in the padding
  *   OP_CONST            the mean's term of channels that do not turn
  *   OP_SCALE + group    what one step of the integer codes is worth; OP_SUM + group: int sum of the codes */
 #define ROT_PAD   ((MEAN_HALF + 15) / 16 * 16)
-#define OP_COS    (2 * HEAD_DIM)
+#define OP_COS    (2 * K_DIM)
 #define OP_SIN    (OP_COS + ROT_PAD)
 #define OP_CONST  (OP_SIN + ROT_PAD)
 #define OP_SCALE  (OP_CONST + 1)
 #define OP_SUM    (OP_SCALE + K_GROUPS)
-#define OP_FLOATS (CODED ? (OP_SUM + K_GROUPS + 15) / 16 * 16 : HEAD_DIM)
+#define OP_FLOATS (CODED ? (OP_SUM + K_GROUPS + 15) / 16 * 16 : K_DIM)
 
-/* A partial result or state of one (row, head): acc (HEAD_DIM), then m (reference), then l (sum of weights relative to 2^m). */
-#define STATE_FLOATS (HEAD_DIM + 2)
+/* A partial result or state of one (row, head): acc (V_DIM), then m (reference), then l (sum of weights relative to 2^m). */
+#define STATE_FLOATS (V_DIM + 2)
 
 /* Merging partial (m, l, acc) into (M, L, A): both get a factor.  One formula everywhere, so that every launch shape gives the
  * same bits. */

@@ -6,7 +6,7 @@
 
 #define TAIL_MOST   (TAIL_TOKENS + SINK_TOKENS)
 #define TAIL_PADDED ((TAIL_MOST + 15) / 16 * 16)
-#define FINISH_SHARED_FLOATS (COLS * TAIL_PADDED + HEAD_DIM)
+#define FINISH_SHARED_FLOATS (COLS * TAIL_PADDED + V_DIM)
 
 typedef struct {
     int n_sinks, first, n; /* sinks, then positions from `first` on */
@@ -24,11 +24,11 @@ static inline TailToken tail_token(const Tail *t, int i)
     if (position >= t->new_start) {
         const int row = t->new_row0 + position - t->new_start;
 
-        return (TailToken){t->kept, new_index(row, t->kv_head), new_index(t->n_rows + row, t->kv_head)};
+        return (TailToken){t->kept, new_key(row, t->kv_head), new_value(t->n_rows, row, t->kv_head)};
     }
-    const size_t at = tail_index(is_sink ? TAIL_TOKENS + position : position % TAIL_TOKENS, t->kv_head);
+    const int place = is_sink ? TAIL_TOKENS + position : position % TAIL_TOKENS;
 
-    return (TailToken){t->tail, at, TAIL_SIDE + at};
+    return (TailToken){t->tail, tail_key(place, t->kv_head), tail_value(place, t->kv_head)};
 }
 
 /* Scores of the tail's tokens, (COLS, TAIL_PADDED); padding is never seen. */
@@ -40,7 +40,7 @@ static inline void tail_scores(const Tail *t, const Columns *columns, SHARED flo
 
         UNROLL for (int c = 0; c < COLS; c++)
             sum[c] = 0.0f;
-        for (int d = 0; d < HEAD_DIM; d += W) {
+        for (int d = 0; d < K_DIM; d += W) {
             vfloat k = tail_load(token.base, token.k + d);
 
             UNROLL for (int c = 0; c < COLS; c++)
@@ -77,11 +77,11 @@ static inline float tail_weights(SHARED float *scores, float *ret_m)
     return vector_sum(l);
 }
 
-static inline void tail_values(const Tail *t, const SHARED float *weights, vfloat acc[COLS][PER_LANE(HEAD_DIM / W)])
+static inline void tail_values(const Tail *t, const SHARED float *weights, vfloat acc[COLS][PER_LANE(V_DIM / W)])
 {
     int n = 0;
 
-    FOR_LANES(i, HEAD_DIM / W) {
+    FOR_LANES(i, V_DIM / W) {
         UNROLL for (int c = 0; c < COLS; c++)
             acc[c][n] = 0.0f;
         for (int token = 0; token < t->n; token++) {
@@ -96,44 +96,63 @@ static inline void tail_values(const Tail *t, const SHARED float *weights, vfloa
 }
 
 #if CODED
+#if ROTATE && W != 16
+/* The block of the rotation that a dim belongs to. */
+typedef struct { int first, n; } HeadBlock;
+
+static inline HeadBlock head_block(int d)
+{
+    HeadBlock block = {0, HADAMARD_MOST};
+
+    while (!(V_DIM & block.n) || d >= block.first + block.n) {
+        block.first += V_DIM & block.n;
+        block.n /= 2;
+    }
+    return block;
+}
+#endif
+
 /* acc = H^T acc + u l; fp8: times its scale first. */
-static inline void turn_back(vfloat acc[PER_LANE(HEAD_DIM / W)], float l, const __global float *constants, int kv_head,
+static inline void turn_back(vfloat acc[PER_LANE(V_DIM / W)], float l, const __global float *constants, int kv_head,
                              SHARED float *slots)
 {
 #if FP8
-    for (int i = 0; i < PER_LANE(HEAD_DIM / W); i++)
+    for (int i = 0; i < PER_LANE(V_DIM / W); i++)
         acc[i] *= constants[CONST_FP8 + 1] * FP8_UNIT;
 #endif
 #if !ROTATE
     (void)slots;
 #elif W == 16
-    hadamard(acc);
+    hadamard(acc, V_DIM);
 #else
     int n = 0;
 
-    FOR_LANES(d, HEAD_DIM)
+    FOR_LANES(d, V_DIM)
         slots[d] = acc[n++];
     SHARED_SYNC();
-    n = 0;
-    FOR_LANES(d, HEAD_DIM) {
-        int first = 0, block = 256;
-        float sum = 0.0f;
+    for (int step = 1; step < V_DIM; step *= 2) {
+        FOR_LANES(d, V_DIM) {
+            const HeadBlock block = head_block(d);
 
-        while (!(HEAD_DIM & block) || d >= first + block) {
-            first += HEAD_DIM & block;
-            block /= 2;
+            if (step < block.n && !((d - block.first) & step)) {
+                const float a = slots[d], b = slots[d + step];
+
+                slots[d] = a + b;
+                slots[d + step] = a - b;
+            }
         }
-        for (int i = 0; i < block; i++)
-            sum += popcount(i & (d - first)) & 1 ? -slots[first + i] : slots[first + i];
-        acc[n++] = sum * hadamard_scale(block);
+        SHARED_SYNC();
     }
+    n = 0;
+    FOR_LANES(d, V_DIM)
+        acc[n++] = slots[d] * hadamard_scale(head_block(d).n);
     SHARED_SYNC();
 #endif
 #if CENTRE
-    const __global float *mean = constants + CONST_V_MEAN + kv_head * HEAD_DIM;
+    const __global float *mean = constants + CONST_V_MEAN + kv_head * V_DIM;
     int k = 0;
 
-    FOR_LANES(i, HEAD_DIM / W) {
+    FOR_LANES(i, V_DIM / W) {
         acc[k] = fma(VLOAD(mean + i * W), (vfloat)(l), acc[k]);
         k++;
     }
@@ -163,7 +182,7 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
         t.n = t.n_sinks + position - t.first + 1;
         for (int first = 0; first < N_REP; first += COLS) {
             Columns columns;
-            vfloat tail_acc[COLS][PER_LANE(HEAD_DIM / W)];
+            vfloat tail_acc[COLS][PER_LANE(V_DIM / W)];
 
             UNROLL for (int c = 0; c < COLS; c++)
                 columns.operand[c] = operands + ((size_t)row * N_HEADS + kv_head * N_REP + min(first + c, N_REP - 1)) * OP_FLOATS;
@@ -175,8 +194,8 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
             tail_values(&t, shared, tail_acc);
             for (int c = 0; c < COLS && first + c < N_REP; c++) {
                 const int head = kv_head * N_REP + first + c;
-                __global float *to = out + ((size_t)row * N_HEADS + head) * HEAD_DIM;
-                vfloat acc[PER_LANE(HEAD_DIM / W)];
+                __global float *to = out + ((size_t)row * N_HEADS + head) * V_DIM;
+                vfloat acc[PER_LANE(V_DIM / W)];
                 float m, l;
                 int k = 0;
 
@@ -189,7 +208,7 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
                 const Fold fold = fold_begin(m, tail_m[c]);
                 const float inverse = 1.0f / fold_one(fold, l, tail_l[c]);
 
-                FOR_LANES(i, HEAD_DIM / W) {
+                FOR_LANES(i, V_DIM / W) {
                     VSTORE(fold_vector(fold, acc[k], tail_acc[c][k]) * inverse, to + i * W);
                     k++;
                 }

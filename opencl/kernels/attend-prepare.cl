@@ -6,8 +6,6 @@
 
 /* ---- rotation: kv_hadamard() of quant/kv-codec.c -------------------------------------------------------------------------- */
 
-#define HEAD_VECTORS (HEAD_DIM / 16)
-
 /* Steps of 1, 2, 4 and 8 inside a vector: x' = (a + b, a - b). */
 static inline float16 hadamard_inside(float16 x)
 {
@@ -22,18 +20,21 @@ static inline float16 hadamard_inside(float16 x)
     return fma(x, s8, x.s89abcdef01234567);
 }
 
+#define HADAMARD_MOST 512 /* the largest block of a head */
+
 static inline float hadamard_scale(int n)
 {
     return n == 16 ? 0.25f : n == 32 ? 0.70710678118654752440f * 0.25f : n == 64 ? 0.125f
-           : n == 128 ? 0.70710678118654752440f * 0.125f : 0.0625f;
+           : n == 128 ? 0.70710678118654752440f * 0.125f : n == 256 ? 0.0625f : 0.70710678118654752440f * 0.0625f;
 }
 
-static inline void hadamard(float16 x[HEAD_VECTORS])
+/* @dim: K_DIM or V_DIM. */
+static inline void hadamard(float16 *x, const int dim)
 {
-    int first = 0, left = HEAD_DIM;
+    int first = 0;
 
-    for (int block = 256; block >= 16; block /= 2) {
-        if (!(left & block))
+    for (int block = HADAMARD_MOST; block >= 16; block /= 2) {
+        if (!(dim & block))
             continue;
         int n = block / 16;
 
@@ -50,13 +51,12 @@ static inline void hadamard(float16 x[HEAD_VECTORS])
         for (int i = first; i < first + n; i++)
             x[i] *= hadamard_scale(block);
         first += n;
-        left -= block;
     }
 }
 
 /* ---- prepare ---------------------------------------------------------------------------------------------------------------- */
 
-static inline void rope_turn(const __global float *x, const __global float *rope, float scale, float ret[HEAD_DIM])
+static inline void rope_turn(const __global float *x, const __global float *rope, float scale, float ret[K_DIM])
 {
     for (int f = 0; f < ROT_HALF; f++) {
         float a = x[f] * scale, b = x[f + ROT_HALF] * scale, c = rope[2 * f], s = rope[2 * f + 1];
@@ -64,13 +64,13 @@ static inline void rope_turn(const __global float *x, const __global float *rope
         ret[f] = fma(a, c, -(b * s));
         ret[f + ROT_HALF] = fma(b, c, a * s);
     }
-    for (int d = 2 * ROT_HALF; d < HEAD_DIM; d++)
+    for (int d = 2 * ROT_HALF; d < K_DIM; d++)
         ret[d] = x[d] * scale;
 }
 
 #if CODED
 /* C_f and S_f of the term that centring the keys took away. */
-static inline void mean_term(const float q[HEAD_DIM], const __global float *mean, __global float *operand)
+static inline void mean_term(const float q[K_DIM], const __global float *mean, __global float *operand)
 {
     float steady = 0.0f;
 
@@ -86,7 +86,7 @@ static inline void mean_term(const float q[HEAD_DIM], const __global float *mean
         operand[OP_COS + f] = c;
         operand[OP_SIN + f] = s;
     }
-    for (int d = 2 * MEAN_HALF; d < HEAD_DIM; d++)
+    for (int d = 2 * MEAN_HALF; d < K_DIM; d++)
         steady = fma(q[d], mean[d], steady);
     operand[OP_CONST] = steady;
 }
@@ -94,12 +94,12 @@ static inline void mean_term(const float q[HEAD_DIM], const __global float *mean
 #if INTEGER
 /* Codes of up to 63 * 128 + 63 in magnitude, so that high and low parts both fit -64..63: 8 bits alone cost 1.5 % of error. */
 #define QUERY_TOP 8127.0f
-static inline void query_codes(const float q[HEAD_DIM], __global float *operand)
+static inline void query_codes(const float q[K_DIM], __global float *operand)
 {
-    __global char *bytes = (__global char *)(operand + HEAD_DIM);
+    __global char *bytes = (__global char *)(operand + K_DIM);
 
     for (int group = 0; group < K_GROUPS; group++) {
-        int first = group * GROUP_DIMS, last = min(first + GROUP_DIMS, HEAD_DIM), sum = 0;
+        int first = group * GROUP_DIMS, last = min(first + GROUP_DIMS, K_DIM), sum = 0;
         float largest = 0.0f, inverse;
 
         for (int d = first; d < last; d++)
@@ -122,31 +122,31 @@ static inline void query_codes(const float q[HEAD_DIM], __global float *operand)
 
 #if CODED
 /* The query as the coded keys want it: times w, times fp8's scale, rotated. */
-static inline void prepare_coded(float q[HEAD_DIM], const __global float *constants, int kv_head, __global float *operand)
+static inline void prepare_coded(float q[K_DIM], const __global float *constants, int kv_head, __global float *operand)
 {
-    mean_term(q, constants + CONST_K_MEAN + kv_head * HEAD_DIM, operand);
+    mean_term(q, constants + CONST_K_MEAN + kv_head * K_DIM, operand);
 #if PAIR_SCALE
-    for (int d = 0; d < HEAD_DIM; d++)
-        q[d] *= constants[CONST_K_SCALE + kv_head * HEAD_DIM + d];
+    for (int d = 0; d < K_DIM; d++)
+        q[d] *= constants[CONST_K_SCALE + kv_head * K_DIM + d];
 #endif
 #if FP8
-    for (int d = 0; d < HEAD_DIM; d++)
+    for (int d = 0; d < K_DIM; d++)
         q[d] *= constants[CONST_FP8] * FP8_UNIT;
 #endif
 #if ROTATE
-    float16 rotated[HEAD_VECTORS];
+    float16 rotated[K_DIM / 16];
 
-    for (int i = 0; i < HEAD_VECTORS; i++)
+    for (int i = 0; i < K_DIM / 16; i++)
         rotated[i] = vload16(i, q);
-    hadamard(rotated);
-    for (int i = 0; i < HEAD_VECTORS; i++)
+    hadamard(rotated, K_DIM);
+    for (int i = 0; i < K_DIM / 16; i++)
         vstore16(rotated[i], i, q);
 #endif
 #if INTEGER
     query_codes(q, operand);
 #else
-    for (int i = 0; i < HEAD_VECTORS; i++)
-        vstore16(vload16(i, q), i, operand + HEAD_DIM);
+    for (int i = 0; i < K_DIM / 16; i++)
+        vstore16(vload16(i, q), i, operand + K_DIM);
 #endif
 }
 #endif
@@ -154,25 +154,36 @@ static inline void prepare_coded(float q[HEAD_DIM], const __global float *consta
 static inline void prepare_query(const __global float *x, const __global float *rope, const __global float *constants, int kv_head,
                                  __global float *operand, __global float *state)
 {
-    float q[HEAD_DIM];
+    float q[K_DIM];
 
     rope_turn(x, rope, SCORE_SCALE, q);
-    for (int d = 0; d < HEAD_DIM; d++)
+    for (int d = 0; d < K_DIM; d++)
         operand[d] = q[d];
 #if CODED
     prepare_coded(q, constants, kv_head, operand);
 #endif
-    for (int d = 0; d < HEAD_DIM; d++)
+    for (int d = 0; d < V_DIM; d++)
         state[d] = 0.0f;
-    state[HEAD_DIM] = NEVER;
-    state[HEAD_DIM + 1] = 0.0f;
+    state[V_DIM] = NEVER;
+    state[V_DIM + 1] = 0.0f;
 }
 
-static inline void prepare_new(const float x[HEAD_DIM], __global uchar *kept, size_t index)
+static inline void prepare_key(const __global float *x, const __global float *rope, __global uchar *kept, size_t index)
 {
-    for (int d = 0; d < HEAD_DIM; d += W)
+    float y[K_DIM];
+
+    rope_turn(x, rope, 1.0f, y);
+    for (int d = 0; d < K_DIM; d += W)
+        tail_store(VLOAD(y + d), kept, index + d);
+}
+
+static inline void prepare_value(const __global float *x, __global uchar *kept, size_t index)
+{
+    for (int d = 0; d < V_DIM; d += W)
         tail_store(VLOAD(x + d), kept, index + d);
 }
+
+#define ROW_FLOATS ((N_HEADS + N_KV) * K_DIM + N_KV * V_DIM)
 
 /* One work-item a range of (row, head): query heads, key heads, value heads.  Any global size. */
 __kernel void attend_prepare(int n_rows, const __global float *qkv, const __global uchar *rope_buffer, ulong rope_offset,
@@ -185,7 +196,7 @@ __kernel void attend_prepare(int n_rows, const __global float *qkv, const __glob
 
     for (int unit = first; unit < last; unit++) {
         const int row = unit / heads, head = unit % heads;
-        const __global float *x = qkv + (size_t)unit * HEAD_DIM;
+        const __global float *x = qkv + (size_t)row * ROW_FLOATS + min(head, N_HEADS + N_KV) * K_DIM;
         const __global float *rope = AT(float, rope_buffer, rope_offset) + (size_t)row * 2 * ROT_HALF;
 
         if (head < N_HEADS) {
@@ -193,18 +204,12 @@ __kernel void attend_prepare(int n_rows, const __global float *qkv, const __glob
 
             prepare_query(x, rope, AT(float, calibration, calibration_offset), head / N_REP, operands + query * OP_FLOATS,
                           state + query * STATE_FLOATS);
+        } else if (head < N_HEADS + N_KV) {
+            prepare_key(x, rope, kept, new_key(row, head - N_HEADS));
         } else {
-            const int kv_head = (head - N_HEADS) % N_KV;
-            float y[HEAD_DIM];
+            const int kv_head = head - N_HEADS - N_KV;
 
-            if (head < N_HEADS + N_KV) {
-                rope_turn(x, rope, 1.0f, y);
-                prepare_new(y, kept, new_index(row, kv_head));
-            } else {
-                for (int d = 0; d < HEAD_DIM; d++)
-                    y[d] = x[d];
-                prepare_new(y, kept, new_index(n_rows + row, kv_head));
-            }
+            prepare_value(x + kv_head * V_DIM, kept, new_value(n_rows, row, kv_head));
         }
     }
 }
@@ -214,17 +219,17 @@ __kernel void attend_prepare(int n_rows, const __global float *qkv, const __glob
 /* Copies one row's key and value of one head to a place of the tail. */
 static inline void tail_put(const __global uchar *kept, size_t k_from, size_t v_from, __global uchar *tail, int place, int kv_head)
 {
-    const size_t to = tail_index(place, kv_head);
+    const size_t k_to = tail_key(place, kv_head), v_to = tail_value(place, kv_head);
 
-    FOR_LANES(i, HEAD_DIM / W) {
-        tail_store(tail_load(kept, k_from + i * W), tail, to + i * W);
-        tail_store(tail_load(kept, v_from + i * W), tail, TAIL_SIDE + to + i * W);
-    }
+    FOR_LANES(i, K_DIM / W)
+        tail_store(tail_load(kept, k_from + i * W), tail, k_to + i * W);
+    FOR_LANES(i, V_DIM / W)
+        tail_store(tail_load(kept, v_from + i * W), tail, v_to + i * W);
 }
 
 static inline void commit_row(const __global uchar *kept, int n_rows, int row, int position, int kv_head, bool ring, __global uchar *tail)
 {
-    const size_t k_from = new_index(row, kv_head), v_from = new_index(n_rows + row, kv_head);
+    const size_t k_from = new_key(row, kv_head), v_from = new_value(n_rows, row, kv_head);
 
     if (ring)
         tail_put(kept, k_from, v_from, tail, position % TAIL_TOKENS, kv_head);
@@ -253,6 +258,12 @@ __kernel void attend_commit(int n_rows, int n_groups, const __global uchar *grou
 }
 
 #if !CODED
+#if TAIL_BITS == 32
+typedef uint Bits;
+#else
+typedef ushort Bits;
+#endif
+
 /* One (pack, KV head) a unit: 32 positions of an unpacked page go to their ring places; those of page 0 also to the sinks. */
 __kernel void attend_refill(int n_packs, const __global uchar *pack_buffer, ulong packs_offset, const __global uchar *pages,
                             ulong pages_offset, __global uchar *tails, ulong tail_offset, ulong tail_stride)
@@ -263,20 +274,19 @@ __kernel void attend_refill(int n_packs, const __global uchar *pack_buffer, ulon
         const __global Pack *pack = AT(Pack, pack_buffer, packs_offset) + unit / N_KV;
         const int kv_head = unit % N_KV;
         const __global uchar *record = pages + pages_offset + (size_t)pack->to * PAGE_BYTES + kv_head * RECORD_BYTES;
-        __global uchar *tail = tails + tail_offset + pack->tail_slot * tail_stride;
+        const __global Bits *keys = (const __global Bits *)record, *values = (const __global Bits *)(record + V_OFFSET);
+        __global Bits *tail = (__global Bits *)(tails + tail_offset + pack->tail_slot * tail_stride);
 
-        FOR_LANES(item, PAGE_TOKENS * HEAD_DIM) {
-            const int token = item / HEAD_DIM, d = item % HEAD_DIM, position = pack->page * PAGE_TOKENS + token;
+        FOR_LANES(token, PAGE_TOKENS) {
+            const int position = pack->page * PAGE_TOKENS + token;
 
             for (int sink = pack->sinks_only ? 1 : 0; sink < (position < SINK_TOKENS ? 2 : 1); sink++) {
-                const size_t to = tail_index(sink ? TAIL_TOKENS + position : position % TAIL_TOKENS, kv_head) + d;
-#if TAIL_BITS == 32
-                ((__global uint *)tail)[to] = ((const __global uint *)record)[d * PAGE_TOKENS + token];
-                ((__global uint *)tail)[TAIL_SIDE + to] = ((const __global uint *)(record + V_OFFSET))[token * HEAD_DIM + d];
-#else
-                ((__global ushort *)tail)[to] = ((const __global ushort *)record)[d * PAGE_TOKENS + token];
-                ((__global ushort *)tail)[TAIL_SIDE + to] = ((const __global ushort *)(record + V_OFFSET))[token * HEAD_DIM + d];
-#endif
+                const int place = sink ? TAIL_TOKENS + position : position % TAIL_TOKENS;
+
+                for (int d = 0; d < K_DIM; d++)
+                    tail[tail_key(place, kv_head) + d] = keys[d * PAGE_TOKENS + token];
+                for (int d = 0; d < V_DIM; d++)
+                    tail[tail_value(place, kv_head) + d] = values[token * V_DIM + d];
             }
         }
     }

@@ -8,7 +8,7 @@
  * reference is the largest (score + exponent of the token's V scale), so that an outlier among the scales costs no precision.
  *
  * A block that many columns read (prefill) is unpacked to bytes once, in this work-group's part of @scratch:
- *   keys (8 pages, HEAD_DIM / 4, 2, 64), values (8 pages, HEAD_DIM / 16, 8, 64): the layouts of 8-bit codes
+ *   keys (8 pages, K_DIM / 4, 2, 64), values (8 pages, V_DIM / 16, 8, 64): the layouts of 8-bit codes
  */
 
 #if INTEGER
@@ -54,8 +54,9 @@ static inline int16 dot_bw(int16 acc, int16 unsigned_bytes, int16 signed_bytes)
 #define WEIGHT_SHIFT 7 /* bits of each part of a weight */
 #define WEIGHT_TOP   ((1 << (2 * WEIGHT_SHIFT)) - 1)
 
-#define K_BLOCK_BYTES (BLOCK_TOKENS * HEAD_DIM)
-#define K_PAGE_BYTES  (PAGE_TOKENS * HEAD_DIM)
+#define K_BLOCK_BYTES (BLOCK_TOKENS * K_DIM)
+#define K_PAGE_BYTES  (PAGE_TOKENS * K_DIM)
+#define V_PAGE_BYTES  (PAGE_TOKENS * V_DIM)
 
 #define RECORD_LINES (RECORD_BYTES / 64)
 #define PREFETCH(at) __asm__ volatile("prefetcht0 %0" : : "m"(*(at)))
@@ -143,7 +144,7 @@ static inline int16 value_codes(const __global uchar *record, int dims, int t)
 
 static inline void unpack_values(const __global uchar *record, __global uchar *to)
 {
-    for (int dims = 0; dims < HEAD_DIM / 16; dims++)
+    for (int dims = 0; dims < V_DIM / 16; dims++)
         UNROLL for (int t = 0; t < 8; t++)
             *(__global int16 *)(to + (dims * 8 + t) * 64) = value_codes(record, dims, t);
 }
@@ -160,7 +161,7 @@ static inline bool block_begin(const __global Ref *ref, const __global uchar *pa
         if (K_BITS != 8)
             unpack_keys(record, scratch + p * K_PAGE_BYTES);
         if (V_BITS != 8)
-            unpack_values(record, scratch + K_BLOCK_BYTES + p * K_PAGE_BYTES);
+            unpack_values(record, scratch + K_BLOCK_BYTES + p * V_PAGE_BYTES);
     }
     return true;
 }
@@ -171,7 +172,7 @@ static inline bool block_begin(const __global Ref *ref, const __global uchar *pa
 typedef struct { int16 part[COLS][2][2]; } Sums; /* [column][upper][high, low] */
 
 /* Query codes of column @c: four dims 4 g .. 4 g + 3, high or low part. */
-#define QUERY(columns, c, g, part) (((const __global int *)((columns)->operand[c] + HEAD_DIM))[(g) * 2 + (part)])
+#define QUERY(columns, c, g, part) (((const __global int *)((columns)->operand[c] + K_DIM))[(g) * 2 + (part)])
 
 /* Four dims of all 32 tokens. */
 #define DOT_COLUMNS(sums, codes0, codes1, g)                                                                              \
@@ -194,10 +195,10 @@ static inline Sums no_sums(void)
     return sums;
 }
 
-/* Codes of one group of scales as bytes, (HEAD_DIM / 4, 2, 64). */
+/* Codes of one group of scales as bytes, (K_DIM / 4, 2, 64). */
 static inline Sums dot_bytes(const __global uchar *codes, int group, const Columns *columns)
 {
-    const int first = group * (GROUP_DIMS / 4), last = min(first + GROUP_DIMS / 4, HEAD_DIM / 4);
+    const int first = group * (GROUP_DIMS / 4), last = min(first + GROUP_DIMS / 4, K_DIM / 4);
     Sums sums = no_sums();
 
     for (int g = first; g < last; g++) {
@@ -216,7 +217,7 @@ static inline Sums dot_bytes(const __global uchar *codes, int group, const Colum
             PREFETCH(ahead + ((step) * STEP_LINES + i_line) * 64);
 
 /* The same from the planes.  A group is whole vectors of the base planes; the last may be shorter. */
-#define GROUP_VECTORS ((GROUP_DIMS < HEAD_DIM ? GROUP_DIMS : HEAD_DIM) / 4 / K_PER)
+#define GROUP_VECTORS ((GROUP_DIMS < K_DIM ? GROUP_DIMS : K_DIM) / 4 / K_PER)
 static inline Sums dot_planes(const __global uchar *record, const __global uchar *ahead, int group, const Columns *columns)
 {
     Sums sums = no_sums();
@@ -430,15 +431,15 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
 }
 
 /* Vectors of 16 dims that are summed together: as many as leave registers for the codes. */
-#if HEAD_DIM % 64 == 0 && GROUP_DIMS % 64 == 0 && COLS <= 3
-#define V_DIMS 4
-#elif HEAD_DIM % 32 == 0 && GROUP_DIMS % 32 == 0
-#define V_DIMS 2
+#if V_DIM % 64 == 0 && GROUP_DIMS % 64 == 0 && COLS <= 3
+#define V_STRIPE 4
+#elif V_DIM % 32 == 0 && GROUP_DIMS % 32 == 0
+#define V_STRIPE 2
 #else
-#define V_DIMS 1
+#define V_STRIPE 1
 #endif
 
-/* Tokens 4 t .. 4 t + 3 of all V_DIMS vectors. */
+/* Tokens 4 t .. 4 t + 3 of all V_STRIPE vectors. */
 #define VALUE_COLUMNS(codes, t)                                                                                           \
     UNROLL for (int c = 0; c < COLS; c++)                                                                                 \
         UNROLL for (int part = 0; part < 2; part++)                                                                       \
@@ -446,44 +447,44 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
             int16 weight;                                                                                                 \
                                                                                                                           \
             SPREAD(weight, ((const int *)weights->part[side][c][part])[p * 8 + (t)]);                                     \
-            UNROLL for (int i = 0; i < V_DIMS; i++)                                                                       \
+            UNROLL for (int i = 0; i < V_STRIPE; i++)                                                                       \
                 DOT_VALUES(sums[i][c][part], (codes)[i], weight);                                                         \
         }
 
-/* Weighted values of dims 16 first .. 16 (first + V_DIMS) - 1. */
+/* Weighted values of dims 16 first .. 16 (first + V_STRIPE) - 1. */
 static inline void block_values(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head, int first,
-                                const __global uchar *bytes, const Weights *weights, float16 ret[COLS][HEAD_DIM / 16])
+                                const __global uchar *bytes, const Weights *weights, float16 ret[COLS][V_DIM / 16])
 {
     const int side = first * 16 / GROUP_DIMS;
-    int16 sums[V_DIMS][COLS][2];
+    int16 sums[V_STRIPE][COLS][2];
 
-    UNROLL for (int i = 0; i < V_DIMS; i++)
+    UNROLL for (int i = 0; i < V_STRIPE; i++)
         UNROLL for (int c = 0; c < COLS; c++)
             sums[i][c][0] = sums[i][c][1] = 0;
     for (int p = 0; p < ref->n_pages; p++) {
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
         if (V_BITS != 8 && bytes) {
-            const __global uchar *codes = bytes + K_BLOCK_BYTES + p * K_PAGE_BYTES + first * 512;
+            const __global uchar *codes = bytes + K_BLOCK_BYTES + p * V_PAGE_BYTES + first * 512;
 
             UNROLL for (int t = 0; t < 8; t++) {
-                int16 fours[V_DIMS];
+                int16 fours[V_STRIPE];
 
-                UNROLL for (int i = 0; i < V_DIMS; i++)
+                UNROLL for (int i = 0; i < V_STRIPE; i++)
                     fours[i] = load_codes(codes + (i * 8 + t) * 64);
                 VALUE_COLUMNS(fours, t)
             }
             continue;
         }
         UNROLL for (int t = 0; t < 8; t++) {
-            int16 fours[V_DIMS];
+            int16 fours[V_STRIPE];
 
-            UNROLL for (int i = 0; i < V_DIMS; i++)
+            UNROLL for (int i = 0; i < V_STRIPE; i++)
                 fours[i] = value_codes(record, first + i, t);
             VALUE_COLUMNS(fours, t)
         }
     }
-    UNROLL for (int i = 0; i < V_DIMS; i++)
+    UNROLL for (int i = 0; i < V_STRIPE; i++)
         UNROLL for (int c = 0; c < COLS; c++) {
             int16 twice = ((sums[i][c][0] << WEIGHT_SHIFT) + sums[i][c][1]) * 2 - V_ZERO * weights->sum[side][c];
 
@@ -500,12 +501,12 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
                                 const __global uchar *bytes)
 {
     float *scores = shared, *turned = scores + COLS * BLOCK_TOKENS, m[COLS], l[COLS];
-    float16 acc[COLS][HEAD_DIM / 16];
+    float16 acc[COLS][V_DIM / 16];
     Weights weights __attribute__((aligned(64)));
 
     block_scores(ref, pages, fresh, next, kv_head, columns, page_angles, places, bytes, scores, turned, m);
     block_weights(ref, pages, fresh, kv_head, m, scores, &weights, l);
-    for (int first = 0; first < HEAD_DIM / 16; first += V_DIMS)
+    for (int first = 0; first < V_DIM / 16; first += V_STRIPE)
         block_values(ref, pages, fresh, kv_head, first, bytes, &weights, acc);
     for (int c = 0; c < COLS; c++)
         block_emit(columns, c, m[c], l[c], acc[c]);

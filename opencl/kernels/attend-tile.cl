@@ -14,7 +14,7 @@
 #if !CODED
 static inline void block_dot(const __global uchar *record, const Columns *columns, vfloat score[MY_VECTORS][COLS])
 {
-    for (int d = 0; d < HEAD_DIM; d++)
+    for (int d = 0; d < K_DIM; d++)
         UNROLL for (int k = 0; k < MY_VECTORS; k++) {
 #if FORM == 0
             vfloat key = VLOAD((const __global float *)record + d * PAGE_TOKENS + MY_VECTOR(k) * W);
@@ -28,7 +28,7 @@ static inline void block_dot(const __global uchar *record, const Columns *column
 #elif FP8
 static inline void block_dot(const __global uchar *record, const Columns *columns, vfloat score[MY_VECTORS][COLS])
 {
-    for (int g = 0; g < HEAD_DIM / 4; g++)
+    for (int g = 0; g < K_DIM / 4; g++)
         UNROLL for (int k = 0; k < MY_VECTORS; k++) {
             const int token = MY_VECTOR(k) * W;
             vfloat keys[4];
@@ -36,7 +36,7 @@ static inline void block_dot(const __global uchar *record, const Columns *column
             fp8_load(record, g * 2 + token / 16, token % 16, keys);
             UNROLL for (int e = 0; e < 4; e++)
                 UNROLL for (int c = 0; c < COLS; c++)
-                    score[k][c] = fma(keys[e], (vfloat)(columns->operand[c][HEAD_DIM + 4 * g + e]), score[k][c]);
+                    score[k][c] = fma(keys[e], (vfloat)(columns->operand[c][K_DIM + 4 * g + e]), score[k][c]);
         }
 }
 #else
@@ -53,7 +53,7 @@ static inline void dot_four(vuint word, int d, const Scale *scale, const Columns
         vfloat key = fma(TO_VFLOAT((word >> (8 * e)) & 255u), scale->step, scale->zero); /* leat: exact, 17 bits */
 
         UNROLL for (int c = 0; c < COLS; c++)
-            score[c] = fma(key, (vfloat)(columns->operand[c][HEAD_DIM + d + e]), score[c]);
+            score[c] = fma(key, (vfloat)(columns->operand[c][K_DIM + d + e]), score[c]);
     }
 }
 
@@ -191,34 +191,34 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
 }
 
 /* Vectors of dims that a work-item sums together; all of one group of scales. */
-#if LANES == 1 && HEAD_DIM % 64 == 0 && GROUP_DIMS % 64 == 0
-#define V_DIMS 4
-#elif LANES == 1 && HEAD_DIM % 32 == 0 && GROUP_DIMS % 32 == 0
-#define V_DIMS 2
+#if LANES == 1 && V_DIM % 64 == 0 && GROUP_DIMS % 64 == 0
+#define V_STRIPE 4
+#elif LANES == 1 && V_DIM % 32 == 0 && GROUP_DIMS % 32 == 0
+#define V_STRIPE 2
 #else
-#define V_DIMS 1
+#define V_STRIPE 1
 #endif
 
-/* Values of vectors i .. i + V_DIMS - 1 of dims over a page, weighted, added to @acc. */
+/* Values of vectors i .. i + V_STRIPE - 1 of dims over a page, weighted, added to @acc. */
 #if !CODED
-static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_DIMS][COLS])
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_STRIPE][COLS])
 {
     for (int token = 0; token < PAGE_TOKENS; token++)
-        UNROLL for (int k = 0; k < V_DIMS; k++) {
+        UNROLL for (int k = 0; k < V_STRIPE; k++) {
 #if FORM == 0
-            vfloat value = VLOAD((const __global float *)(record + V_OFFSET) + token * HEAD_DIM + (i + k) * W);
+            vfloat value = VLOAD((const __global float *)(record + V_OFFSET) + token * V_DIM + (i + k) * W);
 #else
-            vfloat value = half_load(record + V_OFFSET, token * HEAD_DIM + (i + k) * W);
+            vfloat value = half_load(record + V_OFFSET, token * V_DIM + (i + k) * W);
 #endif
             UNROLL for (int c = 0; c < COLS; c++)
                 acc[k][c] = fma(value, (vfloat)(weights[c * BLOCK_TOKENS + token]), acc[k][c]);
         }
 }
 #elif FP8
-static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_DIMS][COLS])
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_STRIPE][COLS])
 {
     for (int t = 0; t < 8; t++)
-        UNROLL for (int k = 0; k < V_DIMS; k++) {
+        UNROLL for (int k = 0; k < V_STRIPE; k++) {
             const int dim = (i + k) * W;
             vfloat values[4];
 
@@ -239,12 +239,12 @@ static inline void values_four(vuint word, int token, const SHARED float *weight
     }
 }
 
-static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_DIMS][COLS])
+static inline void block_values(const __global uchar *record, int i, const SHARED float *weights, vfloat acc[V_STRIPE][COLS])
 {
     const SHARED float *side = weights + i * W / GROUP_DIMS * COLS * BLOCK_TOKENS;
 
     for (int vector = 0; vector < V_BASE; vector++)
-        UNROLL for (int k = 0; k < V_DIMS; k++) {
+        UNROLL for (int k = 0; k < V_STRIPE; k++) {
             const int dim = (i + k) * W;
             const vuint base = VLOAD((const __global uint *)(record + V_OFFSET) + (dim / 16 * V_BASE + vector) * 16 + dim % 16);
 
@@ -278,7 +278,7 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
                                 const __global uchar *bytes)
 {
     SHARED float *weights = shared, *turned = weights + N_SIDES * COLS * BLOCK_TOKENS, *slots = turned + COLS * 2 * ROT_PAD;
-    vfloat largest[COLS], acc[PER_LANE(HEAD_DIM / W)][COLS];
+    vfloat largest[COLS], acc[PER_LANE(V_DIM / W)][COLS];
     float m[COLS], l[COLS], offset[COLS][N_SIDES];
     int n = 0;
 
@@ -287,21 +287,21 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
         m[c] = all_lanes_max(largest[c], slots);
         l[c] = block_weights(ref, pages, fresh, kv_head, c, m[c], weights, slots, offset[c]);
     }
-    for (int i = LANE * V_DIMS; i < HEAD_DIM / W; i += LANES * V_DIMS) {
-        vfloat sum[V_DIMS][COLS];
+    for (int i = LANE * V_STRIPE; i < V_DIM / W; i += LANES * V_STRIPE) {
+        vfloat sum[V_STRIPE][COLS];
 
-        UNROLL for (int k = 0; k < V_DIMS; k++)
+        UNROLL for (int k = 0; k < V_STRIPE; k++)
             UNROLL for (int c = 0; c < COLS; c++)
                 sum[k][c] = offset[c][N_SIDES > 1 ? i * W / GROUP_DIMS : 0];
         for (int p = 0; p < ref->n_pages; p++)
             block_values(block_record(pages, fresh, ref->pages[p], kv_head), i, weights + p * PAGE_TOKENS, sum);
-        UNROLL for (int k = 0; k < V_DIMS; k++)
+        UNROLL for (int k = 0; k < V_STRIPE; k++)
             UNROLL for (int c = 0; c < COLS; c++)
                 acc[n + k][c] = sum[k][c];
-        n += V_DIMS;
+        n += V_STRIPE;
     }
     UNROLL for (int c = 0; c < COLS; c++) {
-        vfloat mine[PER_LANE(HEAD_DIM / W)];
+        vfloat mine[PER_LANE(V_DIM / W)];
 
         for (int i = 0; i < n; i++)
             mine[i] = acc[i][c];

@@ -63,37 +63,37 @@ __kernel void attend_tile(int sequential, int n_units, int n_shares, int ref_row
                                              : partials + (size_t)r * ref_rows * N_HEADS * STATE_FLOATS;
 
             walk_ref(refs + r, !sequential && unit + n_shares < unit_end(n_units), group, kv_head, share, n_shares, sequential, out, operands, page_buffer + pages_offset, fresh, page_angles, places,
-                     shared, INTEGER ? scratch + get_group_id(0) * (2 * BLOCK_TOKENS * HEAD_DIM) : 0);
+                     shared, INTEGER ? scratch + get_group_id(0) * (BLOCK_TOKENS * (K_DIM + V_DIM)) : 0);
         }
     }
 }
 
 /* Merges the partial results of a split tile into (m, l, acc) of one (row, head), in order. */
 static inline void fold_partials(Span span, int ref_rows, int row_of_group, int head, const __global float *partials, float *m, float *l,
-                                 vfloat acc[PER_LANE(HEAD_DIM / W)])
+                                 vfloat acc[PER_LANE(V_DIM / W)])
 {
     for (int r = span.first_ref; r < span.first_ref + span.n_refs; r++) {
         const __global float *partial = partials + (((size_t)r * ref_rows + row_of_group) * N_HEADS + head) * STATE_FLOATS;
-        const Fold fold = fold_begin(*m, partial[HEAD_DIM]);
+        const Fold fold = fold_begin(*m, partial[V_DIM]);
         int n = 0;
 
-        *l = fold_one(fold, *l, partial[HEAD_DIM + 1]);
+        *l = fold_one(fold, *l, partial[V_DIM + 1]);
         *m = fold.m;
-        FOR_LANES(i, HEAD_DIM / W) {
+        FOR_LANES(i, V_DIM / W) {
             acc[n] = fold_vector(fold, acc[n], VLOAD(partial + i * W));
             n++;
         }
     }
 }
 
-static inline void state_load(const __global float *state, float *m, float *l, vfloat acc[PER_LANE(HEAD_DIM / W)])
+static inline void state_load(const __global float *state, float *m, float *l, vfloat acc[PER_LANE(V_DIM / W)])
 {
     int n = 0;
 
-    FOR_LANES(i, HEAD_DIM / W)
+    FOR_LANES(i, V_DIM / W)
         acc[n++] = VLOAD(state + i * W);
-    *m = state[HEAD_DIM];
-    *l = state[HEAD_DIM + 1];
+    *m = state[V_DIM];
+    *l = state[V_DIM + 1];
 }
 
 /* A unit is a (row, head).  Launched when another tile of the layer follows a split one. */
@@ -107,18 +107,18 @@ __kernel void attend_fold(int n_rows, int n_groups, int ref_rows, const __global
     for (int unit = unit_begin(n); unit < unit_end(n); unit++) {
         const int row = unit / N_HEADS, g = group_of_row(groups, n_groups, row);
         __global float *state = states + (size_t)unit * STATE_FLOATS;
-        vfloat acc[PER_LANE(HEAD_DIM / W)];
+        vfloat acc[PER_LANE(V_DIM / W)];
         float m, l;
         int k = 0;
 
         state_load(state, &m, &l, acc);
         fold_partials(AT(Span, span_buffer, spans_offset)[g], ref_rows, row - groups[g].row0, unit % N_HEADS, partials, &m, &l, acc);
         SHARED_SYNC();
-        FOR_LANES(i, HEAD_DIM / W)
+        FOR_LANES(i, V_DIM / W)
             VSTORE(acc[k++], state + i * W);
         if (LANE == 0) {
-            state[HEAD_DIM] = m;
-            state[HEAD_DIM + 1] = l;
+            state[V_DIM] = m;
+            state[V_DIM + 1] = l;
         }
     }
 }

@@ -4,7 +4,7 @@
  * the same bytes; and of prefill chunks at the deepest cache.  Pages hold random bytes with sane scales: the work does not depend on
  * values.  Many layers' pages rotate, so that nothing stays in the caches.  Medians;
  * with LEAT_BENCH_CPU_TIME, for a busy machine, the least CPU time of all threads.
- * bench-attend [K_BITS V_BITS [N_HEADS N_KV HEAD_DIM]]; bits 16: form f16.  LEAT_BENCH_KERNELS picks AttendKernels by number.
+ * bench-attend [K_BITS V_BITS [N_HEADS N_KV K_HEAD_DIM [V_HEAD_DIM]]]; bits 16: form f16.  LEAT_BENCH_KERNELS picks AttendKernels by number.
  */
 
 #include "opencl/attend-internal.h"
@@ -94,7 +94,7 @@ static void fill_pages(Bench *b, uint64_t bytes)
 static void make(Bench *b, const GpuOptions *gpu_options)
 {
     const KvShape *s = &b->options.shape;
-    uint64_t width = (uint64_t)(s->n_heads + 2 * s->n_kv_heads) * s->head_dim;
+    uint64_t width = kv_row_values(s);
     ErrorDetail detail = ERROR_DETAIL_NULL;
     _cleanup_(freep) float *qkv = malloc(MAX_ROWS * width * sizeof(float));
     float inv_freq[128];
@@ -108,10 +108,10 @@ static void make(Bench *b, const GpuOptions *gpu_options)
     b->pages = buffer(b, ROTATING_BYTES);
     b->input = buffer(b, 8u << 20);
     b->means = buffer(b, kv_constants_floats(s) * sizeof(float));
-    b->tail_stride = 2 * (uint64_t)(kv_ring_tokens(b->options.form) + b->options.form.sink_tokens) * s->n_kv_heads * s->head_dim * (b->options.tail_bits / 8);
+    b->tail_stride = (uint64_t)(kv_ring_tokens(b->options.form) + b->options.form.sink_tokens) * kv_token_values(s) * (b->options.tail_bits / 8);
     b->tail = buffer(b, b->tail_stride);
     b->qkv = buffer(b, MAX_ROWS * width * sizeof(float));
-    b->out = buffer(b, (uint64_t)MAX_ROWS * s->n_heads * s->head_dim * sizeof(float));
+    b->out = buffer(b, (uint64_t)MAX_ROWS * s->n_heads * s->v_head_dim * sizeof(float));
     fill_pages(b, ROTATING_BYTES);
     for (uint64_t i = 0; i < MAX_ROWS * width; i++)
         qkv[i] = (float)(i * 2654435761u % 1000) * 0.004f - 2.0f;
@@ -160,7 +160,7 @@ static Work work_new(Bench *b, uint32_t n_rows, uint32_t n_pages)
     must(gpu_upload(b->gpu, GPU_QUEUE_COMPUTE, b->input, 0, input, bytes, GPU_WAIT_NONE, "bench", NULL), NULL);
     drain(b);
     w.pass = (AttendPass){n_rows, n_groups, b->input, rope_at, b->input, groups_at, n_groups};
-    w.layer = (AttendLayer){b->means, 0, b->tail, 0, b->tail_stride};
+    w.layer = (AttendLayer){.calibration = b->means, .tail = b->tail, .tail_slot_stride = b->tail_stride};
     w.tile = (AttendTile){b->pages, 0, NULL, b->input, refs_at, b->input, spans_at, n_groups * n_blocks};
     w.n_layers = (uint32_t)MAX(MIN(ROTATING_BYTES / w.layer_bytes, (uint64_t)120), (uint64_t)1);
     return w;
@@ -274,18 +274,19 @@ int main(int argc, char **argv)
     int k_bits = argc > 2 ? atoi(argv[1]) : 5, v_bits = argc > 2 ? atoi(argv[2]) : 4;
     GpuOptions gpu_options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
     KvForm form = choose_form(k_bits, v_bits);
-    KvShape shape = {9, 3, 64, 64};
+    KvShape shape = {9, 3, 64, 64, 64};
     const char *kernels = getenv("LEAT_BENCH_KERNELS");
     Bench b = {0};
 
     if (argc > 5)
-        shape = (KvShape){(uint32_t)atoi(argv[3]), (uint32_t)atoi(argv[4]), (uint32_t)atoi(argv[5]), (uint32_t)atoi(argv[5])};
-    b.options = (AttendOptions){.form = form, .shape = shape, .tail_bits = 16, .scale = 1.0f / sqrtf((float)shape.head_dim),
+        shape = (KvShape){(uint32_t)atoi(argv[3]), (uint32_t)atoi(argv[4]), (uint32_t)atoi(argv[5]),
+                          (uint32_t)atoi(argv[argc > 6 ? 6 : 5]), (uint32_t)atoi(argv[5])};
+    b.options = (AttendOptions){.form = form, .shape = shape, .tail_bits = 16, .scale = 1.0f / sqrtf((float)shape.k_head_dim),
                                 .max_rows = MAX_ROWS, .max_refs = 1024, .max_pages = 4096,
                                 .kernels = kernels ? (AttendKernels)atoi(kernels) : ATTEND_KERNELS_AUTO};
     make(&b, &gpu_options);
-    printf("%s; K %d V %d bits, %u/%u heads of %u, kernels %d\n", gpu_info(b.gpu)->name, k_bits, v_bits, shape.n_heads, shape.n_kv_heads,
-           shape.head_dim, (int)b.attend->kernels);
+    printf("%s; K %d V %d bits, %u/%u heads of %u/%u, kernels %d\n", gpu_info(b.gpu)->name, k_bits, v_bits, shape.n_heads, shape.n_kv_heads,
+           shape.k_head_dim, shape.v_head_dim, (int)b.attend->kernels);
     for (size_t i = 0; i < N_ELEMENTS(depths); i++) {
         Work w = work_new(&b, 1, depths[i] / KV_PAGE_TOKENS);
         double tile = measure(&b, &w, false, N_REPEATS), whole = measure(&b, &w, true, N_REPEATS), bytes = measure_read(&b, &w);

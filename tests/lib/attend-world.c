@@ -22,7 +22,7 @@
 
 typedef struct Sequence {
     uint32_t length, n_packed;
-    float *k, *v;     /* (max_tokens, n_kv_heads, head_dim) after RoPE, rounded to the tail's width */
+    float *k, *v;     /* (max_tokens, n_kv_heads, k_ or v_head_dim), k after RoPE, rounded to the tail's width */
     uint32_t *arena;  /* (pages): page index */
 } Sequence;
 
@@ -32,7 +32,7 @@ struct World {
     Attend *attend;
     KvLayout layout;
     uint32_t max_pages, n_arena;
-    float *inv_freq, *calibration; /* what `measured` points into, (n_kv_heads, head_dim) each */
+    float *inv_freq, *calibration; /* what `measured` points into */
     KvCalibration measured;
     float *constants;              /* kv_constants_fill() */
     uint8_t *packed;               /* (arena): pages as C packs them */
@@ -123,16 +123,16 @@ World *world_free(World *w)
 static void make_buffers(World *w)
 {
     const KvShape *s = &w->options.attend.shape;
-    uint64_t rows = w->options.attend.max_rows, side = (uint64_t)s->n_kv_heads * s->head_dim;
+    uint64_t rows = w->options.attend.max_rows;
 
-    w->tail_bytes = (uint64_t)(kv_ring_tokens(w->options.attend.form) + w->options.attend.form.sink_tokens) * 2 * side *
+    w->tail_bytes = (kv_ring_tokens(w->options.attend.form) + w->options.attend.form.sink_tokens) * kv_token_values(s) *
                     (w->options.attend.tail_bits / 8);
     w->pages = buffer(w, PAGES_OFFSET + (uint64_t)w->layout.page_bytes * w->max_pages * WORLD_MAX_SEQUENCES);
     w->fresh = buffer(w, (uint64_t)w->layout.page_bytes * (rows / KV_PAGE_TOKENS + 2 + WORLD_MAX_SEQUENCES));
     w->tail = buffer(w, TAIL_OFFSET + 2 * w->tail_bytes * WORLD_MAX_SEQUENCES);
     w->input = buffer(w, INPUT_BYTES);
-    w->qkv = buffer(w, rows * (s->n_heads + 2 * s->n_kv_heads) * s->head_dim * sizeof(float));
-    w->out = buffer(w, rows * s->n_heads * s->head_dim * sizeof(float));
+    w->qkv = buffer(w, rows * kv_row_values(s) * sizeof(float));
+    w->out = buffer(w, rows * s->n_heads * s->v_head_dim * sizeof(float));
     w->means = buffer(w, INPUT_OFFSET + kv_constants_floats(s) * sizeof(float));
     upload(w, w->means, INPUT_OFFSET, w->constants, kv_constants_floats(s) * sizeof(float));
 }
@@ -141,27 +141,27 @@ static void make_buffers(World *w)
 static void make_calibration(World *w)
 {
     const KvShape *s = &w->options.attend.shape;
-    size_t side = (size_t)s->n_kv_heads * s->head_dim;
+    size_t k_side = (size_t)s->n_kv_heads * s->k_head_dim, n = 3 * k_side + (size_t)s->n_kv_heads * s->v_head_dim;
     float *scale;
 
-    w->calibration = zeroed(4 * side, sizeof(float));
+    w->calibration = zeroed(n, sizeof(float));
     w->constants = zeroed(kv_constants_floats(s), sizeof(float));
-    scale = w->calibration + 3 * side;
-    for (size_t i = 0; w->options.calibrated && i < 4 * side; i++)
+    scale = w->calibration + 2 * k_side;
+    for (size_t i = 0; w->options.calibrated && i < n; i++)
         w->calibration[i] = 0.8f * world_gaussian(77, 0, 0, 0, (uint32_t)i);
-    for (size_t i = 0; i < side; i++)
+    for (size_t i = 0; i < k_side; i++)
         scale[i] = w->options.calibrated ? 0.5f + fabsf(scale[i]) : 1.0f;
     for (uint32_t h = 0; h < s->n_kv_heads; h++)
-        memcpy(scale + h * s->head_dim + s->rotary_dim / 2, scale + h * s->head_dim, s->rotary_dim / 2 * sizeof(float));
-    w->measured = (KvCalibration){w->calibration, w->calibration + side, w->calibration + 2 * side, scale,
-                                  w->options.calibrated ? 6.0f : 0.0f, w->options.calibrated ? 4.0f : 0.0f};
+        memcpy(scale + h * s->k_head_dim + s->rotary_dim / 2, scale + h * s->k_head_dim, s->rotary_dim / 2 * sizeof(float));
+    w->measured = (KvCalibration){.k_mean = w->calibration, .v_mean = w->calibration + 3 * k_side,
+                                  .k_turned_mean = w->calibration + k_side, .k_pair_scale = scale,
+                                  .k_largest = w->options.calibrated ? 6.0f : 0.0f, .v_largest = w->options.calibrated ? 4.0f : 0.0f};
     kv_constants_fill(w->options.attend.form, s, &w->measured, w->constants);
 }
 
 World *world_new(Gpu *gpu, const WorldOptions *options)
 {
     const KvShape *s = &options->attend.shape;
-    size_t side = (size_t)s->n_kv_heads * s->head_dim;
     World *w = zeroed(1, sizeof(*w));
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
@@ -178,8 +178,8 @@ World *world_new(Gpu *gpu, const WorldOptions *options)
     w->packed = zeroed((size_t)w->max_pages * WORLD_MAX_SEQUENCES, w->layout.page_bytes);
     w->staging = zeroed(1, INPUT_BYTES);
     for (uint32_t i = 0; i < WORLD_MAX_SEQUENCES; i++) {
-        w->sequences[i].k = zeroed(options->max_tokens * side, sizeof(float));
-        w->sequences[i].v = zeroed(options->max_tokens * side, sizeof(float));
+        w->sequences[i].k = zeroed((size_t)options->max_tokens * s->n_kv_heads * s->k_head_dim, sizeof(float));
+        w->sequences[i].v = zeroed((size_t)options->max_tokens * s->n_kv_heads * s->v_head_dim, sizeof(float));
         w->sequences[i].arena = zeroed(w->max_pages, sizeof(uint32_t));
     }
     if (attend_new(gpu, &w->options.attend, &w->attend, &detail))
@@ -223,7 +223,7 @@ static void turn(const World *w, const float *rope, const float *x, float *ret)
 {
     uint32_t half = w->options.attend.shape.rotary_dim / 2;
 
-    memcpy(ret, x, w->options.attend.shape.head_dim * sizeof(float));
+    memcpy(ret, x, w->options.attend.shape.k_head_dim * sizeof(float));
     for (uint32_t f = 0; f < half; f++) {
         float a = x[f], b = x[f + half], c = rope[2 * f], s = rope[2 * f + 1];
 
@@ -236,24 +236,28 @@ static void turn(const World *w, const float *rope, const float *x, float *ret)
 static void make_row(World *w, uint32_t sequence, uint32_t position, float *qkv)
 {
     const KvShape *s = &w->options.attend.shape;
-    float rope[256], x[256], y[256];
+    float rope[KV_MAX_HEAD_DIM], turned[KV_MAX_HEAD_DIM];
     Sequence *q = &w->sequences[sequence];
 
     row_rope(w, position, rope);
-    for (uint32_t head = 0; head < s->n_heads + 2 * s->n_kv_heads; head++) {
-        int what = head < s->n_heads ? 0 : head < s->n_heads + s->n_kv_heads ? 1 : 2;
-        uint32_t h = what == 0 ? head : (head - s->n_heads) % s->n_kv_heads;
-        size_t to = ((size_t)position * s->n_kv_heads + h) * s->head_dim;
+    for (uint32_t head = 0; head < s->n_heads; head++, qkv += s->k_head_dim)
+        for (uint32_t d = 0; d < s->k_head_dim; d++)
+            qkv[d] = w->options.value(0, sequence, position, head, d);
+    for (uint32_t head = 0; head < s->n_kv_heads; head++, qkv += s->k_head_dim) {
+        float *k = q->k + ((size_t)position * s->n_kv_heads + head) * s->k_head_dim;
 
-        for (uint32_t d = 0; d < s->head_dim; d++)
-            qkv[head * s->head_dim + d] = x[d] = w->options.value(what, sequence, position, h, d);
-        if (what == 1) {
-            turn(w, rope, x, y);
-            for (uint32_t d = 0; d < s->head_dim; d++)
-                q->k[to + d] = tail_round(w, y[d]);
-        } else if (what == 2) {
-            for (uint32_t d = 0; d < s->head_dim; d++)
-                q->v[to + d] = tail_round(w, x[d]);
+        for (uint32_t d = 0; d < s->k_head_dim; d++)
+            qkv[d] = w->options.value(1, sequence, position, head, d);
+        turn(w, rope, qkv, turned);
+        for (uint32_t d = 0; d < s->k_head_dim; d++)
+            k[d] = tail_round(w, turned[d]);
+    }
+    for (uint32_t head = 0; head < s->n_kv_heads; head++, qkv += s->v_head_dim) {
+        float *v = q->v + ((size_t)position * s->n_kv_heads + head) * s->v_head_dim;
+
+        for (uint32_t d = 0; d < s->v_head_dim; d++) {
+            qkv[d] = w->options.value(2, sequence, position, head, d);
+            v[d] = tail_round(w, qkv[d]);
         }
     }
 }
@@ -262,7 +266,7 @@ static void make_row(World *w, uint32_t sequence, uint32_t position, float *qkv)
 static void pack_in_c(World *w, uint32_t sequence, uint32_t page, uint8_t *ret)
 {
     const KvShape *s = &w->options.attend.shape;
-    size_t side = (size_t)s->n_kv_heads * s->head_dim, first = (size_t)page * KV_PAGE_TOKENS * side;
+    size_t first = (size_t)page * KV_PAGE_TOKENS * s->n_kv_heads;
     uint32_t half = s->rotary_dim / 2;
     _cleanup_(freep) float *rope = zeroed((size_t)KV_PAGE_TOKENS * s->rotary_dim + 1, sizeof(float));
 
@@ -275,8 +279,8 @@ static void pack_in_c(World *w, uint32_t sequence, uint32_t page, uint8_t *ret)
             rope[(t * half + f) * 2] = fmaf(c, pc, -(sn * ps));
             rope[(t * half + f) * 2 + 1] = fmaf(c, ps, sn * pc);
         }
-    kv_pack_page(w->options.attend.form, s, &w->measured, rope, w->sequences[sequence].k + first, w->sequences[sequence].v + first,
-                 ret);
+    kv_pack_page(w->options.attend.form, s, &w->measured, rope, w->sequences[sequence].k + first * s->k_head_dim,
+                 w->sequences[sequence].v + first * s->v_head_dim, ret);
 }
 
 /* ---- passes ----------------------------------------------------------------------------------------------------------------------- */
@@ -371,7 +375,7 @@ static void plan_tiles(World *w, Plan *p)
 static void plan_rows(World *w, Plan *p)
 {
     const KvShape *s = &w->options.attend.shape;
-    size_t stride = (size_t)(s->n_heads + 2 * s->n_kv_heads) * s->head_dim;
+    size_t stride = kv_row_values(s);
     _cleanup_(freep) float *qkv = zeroed(p->n_rows * stride, sizeof(float));
     float *rope = plan_room(w, p, (size_t)p->n_rows * s->rotary_dim * sizeof(float), &p->rope_at);
 
@@ -386,10 +390,19 @@ static void plan_rows(World *w, Plan *p)
     upload(w, w->input, INPUT_OFFSET, w->staging, p->used);
 }
 
+static AttendLayer world_layer(const World *w)
+{
+    return (AttendLayer){.calibration = w->means,
+                         .calibration_offset = INPUT_OFFSET,
+                         .tail = w->tail,
+                         .tail_offset = TAIL_OFFSET,
+                         .tail_slot_stride = 2 * w->tail_bytes};
+}
+
 static void run(World *w, const Plan *p, uint32_t n_items)
 {
     AttendPass pass = {p->n_rows, p->n_groups, w->input, INPUT_OFFSET + p->rope_at, w->input, INPUT_OFFSET + p->groups_at, n_items};
-    AttendLayer layer = {w->means, INPUT_OFFSET, w->tail, TAIL_OFFSET, 2 * w->tail_bytes};
+    AttendLayer layer = world_layer(w);
 
     assert_int_equal(attend_prepare(w->attend, &pass, &layer, w->qkv), 0);
     if (p->n_packs > 0)
@@ -447,7 +460,7 @@ void world_pass(World *w, const WorldItem *items, uint32_t n_items, float *ret_o
     plan_rows(w, &p);
     run(w, &p, n_items);
     assert_int_equal(gpu_download(w->gpu, GPU_QUEUE_COMPUTE, w->out, 0, ret_out,
-                                  (uint64_t)p.n_rows * s->n_heads * s->head_dim * sizeof(float), GPU_WAIT_NONE, "test", NULL),
+                                  (uint64_t)p.n_rows * s->n_heads * s->v_head_dim * sizeof(float), GPU_WAIT_NONE, "test", NULL),
                      0);
     finish(w);
     keep_packs(w, &p);
@@ -458,7 +471,7 @@ void world_pass(World *w, const WorldItem *items, uint32_t n_items, float *ret_o
 void world_crop(World *w, uint32_t sequence, uint32_t length)
 {
     Sequence *q = &w->sequences[sequence];
-    AttendLayer layer = {w->means, INPUT_OFFSET, w->tail, TAIL_OFFSET, 2 * w->tail_bytes};
+    AttendLayer layer = world_layer(w);
     uint32_t seen = kv_packed_pages(w->options.attend.form, length); /* as the next token sees it */
     AttendPack packs[KV_MAX_TAIL_TOKENS / KV_PAGE_TOKENS + 2];
     uint32_t n = 0;
@@ -482,7 +495,7 @@ void world_crop(World *w, uint32_t sequence, uint32_t length)
 /* Value of dim @d of H^T x. */
 static double turned_back(uint32_t dim, const float *x, uint32_t d)
 {
-    uint32_t first = 0, block = 256;
+    uint32_t first = 0, block = 512;
     double sum = 0;
 
     while (!(dim & block) || d >= first + block) {
@@ -509,39 +522,50 @@ static double key_mean(const World *w, uint32_t position, const float *mean, uin
     return d < half ? mean[d] * cos(angle) - mean[d + half] * sin(angle) : mean[d] * cos(angle) + mean[d - half] * sin(angle);
 }
 
-/* Decoded key in the domain before the transform, so that plain q . k is the definition's score; value likewise. */
-static void decoded_token(World *w, uint32_t page, uint32_t token, uint32_t kv_head, const float *k, const float *v, double *ret_k,
-                          double *ret_v)
+/* fp8's scale of K, then of V. */
+static const float *fp8_scales(const World *w)
+{
+    return w->constants + kv_constants_floats(&w->options.attend.shape) - KV_SCALE_FLOATS;
+}
+
+/* A coded key in the domain before the transform, so that plain q . k is the definition's score. */
+static void decoded_key(const World *w, uint32_t position, uint32_t kv_head, const float *k, double *ret)
 {
     const KvForm *form = &w->options.attend.form;
-    const KvShape *s = &w->options.attend.shape;
-    size_t side = (size_t)s->n_kv_heads * s->head_dim, head = (size_t)kv_head * s->head_dim;
+    uint32_t dim = w->options.attend.shape.k_head_dim;
+    const float *mean = (form->centre == KV_CENTRE_AFTER_ROPE ? w->measured.k_turned_mean : w->measured.k_mean) + (size_t)kv_head * dim;
 
-    for (uint32_t d = 0; d < s->head_dim; d++) {
-        bool rotated = form->rotation == KV_ROTATION_HADAMARD;
-
-        ret_k[d] = rotated ? turned_back(s->head_dim, k, d) : (double)k[d];
-        ret_v[d] = rotated ? turned_back(s->head_dim, v, d) : (double)v[d];
-        if (form->kind == KV_FORM_FP8) {
-            ret_k[d] *= w->constants[4 * side];
-            ret_v[d] *= w->constants[4 * side + 1];
-        }
+    for (uint32_t d = 0; d < dim; d++) {
+        ret[d] = form->rotation == KV_ROTATION_HADAMARD ? turned_back(dim, k, d) : (double)k[d];
+        if (form->kind == KV_FORM_FP8)
+            ret[d] *= fp8_scales(w)[0];
         if (form->pair_scale)
-            ret_k[d] *= w->measured.k_pair_scale[head + d];
-        ret_k[d] += key_mean(w, page * KV_PAGE_TOKENS + token,
-                             (form->centre == KV_CENTRE_AFTER_ROPE ? w->measured.k_turned_mean : w->measured.k_mean) + head, d);
-        ret_v[d] += form->centre == KV_CENTRE_NONE ? 0.0 : (double)w->measured.v_mean[head + d];
+            ret[d] *= w->measured.k_pair_scale[(size_t)kv_head * dim + d];
+        ret[d] += key_mean(w, position, mean, d);
     }
 }
 
-/* Keys and values as the query at @position sees them, (position + 1, head_dim). */
+static void decoded_value(const World *w, uint32_t kv_head, const float *v, double *ret)
+{
+    const KvForm *form = &w->options.attend.form;
+    uint32_t dim = w->options.attend.shape.v_head_dim;
+
+    for (uint32_t d = 0; d < dim; d++) {
+        ret[d] = form->rotation == KV_ROTATION_HADAMARD ? turned_back(dim, v, d) : (double)v[d];
+        if (form->kind == KV_FORM_FP8)
+            ret[d] *= fp8_scales(w)[1];
+        ret[d] += form->centre == KV_CENTRE_NONE ? 0.0 : (double)w->measured.v_mean[(size_t)kv_head * dim + d];
+    }
+}
+
+/* Keys and values as the query at @position sees them, (position + 1, k_ or v_head_dim). */
 static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t kv_head, double *k, double *v)
 {
     const KvShape *s = &w->options.attend.shape;
     const Sequence *q = &w->sequences[sequence];
-    uint32_t n_packed = kv_packed_pages(w->options.attend.form, position), dim = s->head_dim;
-    _cleanup_(freep) float *page_k = zeroed((size_t)KV_PAGE_TOKENS * dim, sizeof(float));
-    _cleanup_(freep) float *page_v = zeroed((size_t)KV_PAGE_TOKENS * dim, sizeof(float));
+    uint32_t n_packed = kv_packed_pages(w->options.attend.form, position), k_dim = s->k_head_dim, v_dim = s->v_head_dim;
+    _cleanup_(freep) float *page_k = zeroed((size_t)KV_PAGE_TOKENS * k_dim, sizeof(float));
+    _cleanup_(freep) float *page_v = zeroed((size_t)KV_PAGE_TOKENS * v_dim, sizeof(float));
 
     for (uint32_t j = 0; j <= position; j++) {
         uint32_t page = j / KV_PAGE_TOKENS, token = j % KV_PAGE_TOKENS;
@@ -550,47 +574,48 @@ static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t kv_
             kv_unpack_page(w->options.attend.form, s, w->packed + (size_t)q->arena[page] * w->layout.page_bytes, kv_head, page_k,
                            page_v);
         if (page < n_packed && j >= w->options.attend.form.sink_tokens) {
-            decoded_token(w, page, token, kv_head, page_k + token * dim, page_v + token * dim, k + (size_t)j * dim,
-                          v + (size_t)j * dim);
+            decoded_key(w, j, kv_head, page_k + token * k_dim, k + (size_t)j * k_dim);
+            decoded_value(w, kv_head, page_v + token * v_dim, v + (size_t)j * v_dim);
             continue;
         }
-        for (uint32_t d = 0; d < dim; d++) {
-            k[(size_t)j * dim + d] = q->k[((size_t)j * s->n_kv_heads + kv_head) * dim + d];
-            v[(size_t)j * dim + d] = q->v[((size_t)j * s->n_kv_heads + kv_head) * dim + d];
-        }
+        for (uint32_t d = 0; d < k_dim; d++)
+            k[(size_t)j * k_dim + d] = q->k[((size_t)j * s->n_kv_heads + kv_head) * k_dim + d];
+        for (uint32_t d = 0; d < v_dim; d++)
+            v[(size_t)j * v_dim + d] = q->v[((size_t)j * s->n_kv_heads + kv_head) * v_dim + d];
     }
 }
 
 static void attend_in_double(const World *w, const float *query, uint32_t n, const double *k, const double *v, double *scores, double *ret)
 {
-    uint32_t dim = w->options.attend.shape.head_dim;
+    uint32_t k_dim = w->options.attend.shape.k_head_dim, v_dim = w->options.attend.shape.v_head_dim;
     double largest = -INFINITY, sum = 0;
 
     for (uint32_t j = 0; j < n; j++) {
         scores[j] = 0;
-        for (uint32_t d = 0; d < dim; d++)
-            scores[j] += (double)query[d] * k[(size_t)j * dim + d];
+        for (uint32_t d = 0; d < k_dim; d++)
+            scores[j] += (double)query[d] * k[(size_t)j * k_dim + d];
         scores[j] *= w->options.attend.scale;
         largest = fmax(largest, scores[j]);
     }
-    memset(ret, 0, dim * sizeof(*ret));
+    memset(ret, 0, v_dim * sizeof(*ret));
     for (uint32_t j = 0; j < n; j++) {
         double p = exp(scores[j] - largest);
 
         sum += p;
-        for (uint32_t d = 0; d < dim; d++)
-            ret[d] += p * v[(size_t)j * dim + d];
+        for (uint32_t d = 0; d < v_dim; d++)
+            ret[d] += p * v[(size_t)j * v_dim + d];
     }
-    for (uint32_t d = 0; d < dim; d++)
+    for (uint32_t d = 0; d < v_dim; d++)
         ret[d] /= sum;
 }
 
 void world_reference(World *w, uint32_t sequence, uint32_t position, double *ret_out)
 {
     const KvShape *s = &w->options.attend.shape;
-    size_t n = (size_t)(position + 1) * s->head_dim;
-    _cleanup_(freep) double *k = zeroed(n, sizeof(double)), *v = zeroed(n, sizeof(double)), *scores = zeroed(position + 1, sizeof(double));
-    float rope[256], x[256], y[256];
+    size_t n = position + 1;
+    _cleanup_(freep) double *k = zeroed(n * s->k_head_dim, sizeof(double)), *v = zeroed(n * s->v_head_dim, sizeof(double));
+    _cleanup_(freep) double *scores = zeroed(n, sizeof(double));
+    float rope[KV_MAX_HEAD_DIM], x[KV_MAX_HEAD_DIM], y[KV_MAX_HEAD_DIM];
 
     row_rope(w, position, rope);
     for (uint32_t head = 0; head < s->n_heads; head++) {
@@ -598,9 +623,9 @@ void world_reference(World *w, uint32_t sequence, uint32_t position, double *ret
 
         if (head % n_rep == 0)
             visible(w, sequence, position, head / n_rep, k, v);
-        for (uint32_t d = 0; d < s->head_dim; d++)
+        for (uint32_t d = 0; d < s->k_head_dim; d++)
             x[d] = w->options.value(0, sequence, position, head, d);
         turn(w, rope, x, y);
-        attend_in_double(w, y, position + 1, k, v, scores, ret_out + (size_t)head * s->head_dim);
+        attend_in_double(w, y, position + 1, k, v, scores, ret_out + (size_t)head * s->v_head_dim);
     }
 }

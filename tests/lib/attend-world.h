@@ -30,11 +30,11 @@ typedef struct WorldItem {
     uint32_t sequence, n_tokens;
 } WorldItem;
 
-/* Runs one pass; rows of out (n_rows, n_heads * head_dim) are the items' tokens in order.  Pages packed on the way are compared with
+/* Runs one pass; rows of out (n_rows, n_heads * v_head_dim) are the items' tokens in order.  Pages packed on the way are compared with
  * kv_pack_page(), bit for bit. */
 void world_pass(World *world, const WorldItem *items, uint32_t n_items, float *ret_out);
 uint32_t world_length(const World *world, uint32_t sequence);
-/* The answer for the row of one position, (n_heads * head_dim), from the pages and tail as packed by C. */
+/* The answer for the row of one position, (n_heads * v_head_dim), from the pages and tail as packed by C. */
 void world_reference(World *world, uint32_t sequence, uint32_t position, double *ret_out);
 /* Cuts sequences back by hand: the next pass goes on at @length (unpacked forms refill the ring from their pages). */
 void world_crop(World *world, uint32_t sequence, uint32_t length);

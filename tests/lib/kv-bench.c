@@ -34,12 +34,12 @@ static float noise(uint64_t key)
 
 void kv_bench_init(KvBench *bench, Gpu *gpu, uint32_t max_sequences)
 {
-    const KvShape shape = {.n_heads = 4, .n_kv_heads = 2, .head_dim = 64, .rotary_dim = 64};
-    uint32_t values = shape.n_kv_heads * shape.head_dim;
+    const KvShape shape = {.n_heads = 4, .n_kv_heads = 2, .k_head_dim = 64, .v_head_dim = 64, .rotary_dim = 64};
+    uint32_t values = shape.n_kv_heads * shape.k_head_dim;
 
     *bench = (KvBench){.gpu = gpu};
-    bench->qkv_width = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim;
-    bench->out_width = shape.n_heads * shape.head_dim;
+    bench->qkv_width = (uint32_t)kv_row_values(&shape);
+    bench->out_width = shape.n_heads * shape.v_head_dim;
     bench->inv_freq = must_alloc(shape.rotary_dim / 2, sizeof(float));
     bench->means = must_alloc(KV_BENCH_LAYERS * 2 * values, sizeof(float));
     for (uint32_t f = 0; f < shape.rotary_dim / 2; f++)

@@ -15,7 +15,7 @@
 typedef struct KvStream {
     uint32_t n_tokens;
     uint32_t ids[KV_BENCH_MAX_TOKENS];
-    float *out; /* (KV_BENCH_MAX_TOKENS, KV_BENCH_LAYERS, n_heads * head_dim) */
+    float *out; /* (KV_BENCH_MAX_TOKENS, KV_BENCH_LAYERS, n_heads * v_head_dim) */
 } KvStream;
 
 typedef struct KvBench {

@@ -45,7 +45,7 @@ static float ordinary(int what, uint32_t sequence, uint32_t position, uint32_t h
 static WorldOptions world_options(KvForm form, bool exact, AttendKernels kernels, AttendSpread spread, uint32_t tile_blocks)
 {
     return (WorldOptions){
-        .attend = {.form = form, .shape = {6, 2, 64, 64}, .exact = exact, .tail_bits = form.kind == KV_FORM_F32 ? 32 : 16,
+        .attend = {.form = form, .shape = {6, 2, 64, 64, 64}, .exact = exact, .tail_bits = form.kind == KV_FORM_F32 ? 32 : 16,
                    .scale = 0.125f, .max_rows = 256, .max_refs = 2048, .kernels = kernels, .spread = spread},
         .max_tokens = N_TOKENS, .calibrated = true, .tile_blocks = tile_blocks, .value = ordinary,
     };
@@ -187,13 +187,14 @@ static void wrong_options_are_refused_by_name(void **state)
     REFUSED(bad.form = (kv_form_default(KV_FORM_F32)); bad.tail_bits = 16, "16 bits");
     REFUSED(bad.form.k_bits = 3, "3 bits");
     REFUSED(bad.shape.n_kv_heads = 0, "heads");
-    REFUSED(bad.shape.head_dim = 65, "head_dim 65");
+    REFUSED(bad.shape.k_head_dim = 65, "k_head_dim 65");
+    REFUSED(bad.shape.v_head_dim = 592, "v_head_dim 592");
     REFUSED(bad.max_rows = 0, "0 rows");
     REFUSED(bad.inv_freq = NULL, "frequencies");
     REFUSED(bad.exact = true; bad.kernels = ATTEND_KERNELS_VNNI, "kernels 4");
     bad = good;
     bad.max_rows = UINT32_MAX;
-    bad.shape = (KvShape){1u << 20, 1u << 10, 256, 64};
+    bad.shape = (KvShape){1u << 20, 1u << 10, 256, 256, 64};
     assert_true(attend_new(*state, &bad, &attend, &detail) != 0);
 }
 

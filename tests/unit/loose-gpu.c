@@ -334,7 +334,7 @@ static const AttendGroup *loose_groups(const LooseCommand *command)
 static void loose_prepare(LooseCommand *command)
 {
     const KvShape *shape = &command->attend->options.shape;
-    size_t width = (size_t)(shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim;
+    size_t width = kv_row_values(shape);
     const float *qkv = command->from;
 
     for (uint32_t row = 0; row < command->pass.n_rows; row++) {
@@ -403,7 +403,7 @@ static uint32_t loose_key(const LooseCommand *command, const AttendGroup *group,
 
 static void loose_finish(LooseCommand *command)
 {
-    size_t width = (size_t)command->attend->options.shape.n_heads * command->attend->options.shape.head_dim;
+    size_t width = (size_t)command->attend->options.shape.n_heads * command->attend->options.shape.v_head_dim;
 
     for (uint32_t g = 0; g < command->pass.n_groups; g++) {
         const AttendGroup *group = &loose_groups(command)[g];

@@ -33,7 +33,7 @@ static KvForm form_at(size_t i)
     form.v_bits = kinds[i].v_bits;
     return form;
 }
-static const uint32_t head_dims[] = {16, 32, 64, 80, 96, 112, 128, 256};
+static const uint32_t head_dims[] = {16, 32, 64, 80, 96, 112, 128, 192, 256, 512, 576};
 
 static float uniform(uint32_t *state)
 {
@@ -65,25 +65,25 @@ static float *floats(size_t n)
     return x;
 }
 
-static PageCase page_case_new(KvForm form, uint32_t head_dim, uint32_t n_kv_heads)
+static PageCase page_case_new(KvForm form, uint32_t k_dim, uint32_t v_dim, uint32_t n_kv_heads)
 {
-    PageCase c = {.form = form, .shape = {n_kv_heads, n_kv_heads, head_dim, head_dim}};
-    size_t n = (size_t)KV_PAGE_TOKENS * n_kv_heads * head_dim;
+    PageCase c = {.form = form, .shape = {n_kv_heads, n_kv_heads, k_dim, v_dim, k_dim}};
+    size_t n = (size_t)KV_PAGE_TOKENS * n_kv_heads;
 
     assert_int_equal(kv_layout(form, &c.shape, &c.layout, NULL), 0);
-    c.k = floats(n);
-    c.v = floats(n);
-    c.rope = floats((size_t)KV_PAGE_TOKENS * head_dim);
-    c.k_mean = floats((size_t)n_kv_heads * head_dim);
-    c.v_mean = floats((size_t)n_kv_heads * head_dim);
+    c.k = floats(n * k_dim);
+    c.v = floats(n * v_dim);
+    c.rope = floats((size_t)KV_PAGE_TOKENS * k_dim);
+    c.k_mean = floats((size_t)n_kv_heads * k_dim);
+    c.v_mean = floats((size_t)n_kv_heads * v_dim);
     c.page = calloc(1, c.layout.page_bytes);
     assert_non_null(c.page);
     for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++)
-        for (uint32_t f = 0; f < head_dim / 2; f++) {
-            double angle = (4096 + t) * pow(1e4, -2.0 * f / head_dim);
+        for (uint32_t f = 0; f < k_dim / 2; f++) {
+            double angle = (4096 + t) * pow(1e4, -2.0 * f / k_dim);
 
-            c.rope[(t * head_dim / 2 + f) * 2] = (float)cos(angle);
-            c.rope[(t * head_dim / 2 + f) * 2 + 1] = (float)sin(angle);
+            c.rope[(t * k_dim / 2 + f) * 2] = (float)cos(angle);
+            c.rope[(t * k_dim / 2 + f) * 2 + 1] = (float)sin(angle);
         }
     return c;
 }
@@ -100,12 +100,12 @@ static void page_case_clear(PageCase *c)
 
 static void page_case_fill(PageCase *c, uint32_t seed)
 {
-    size_t n = (size_t)KV_PAGE_TOKENS * c->shape.n_kv_heads * c->shape.head_dim;
+    size_t n = (size_t)KV_PAGE_TOKENS * c->shape.n_kv_heads;
 
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n * c->shape.k_head_dim; i++)
         c->k[i] = gaussian(&seed);
+    for (size_t i = 0; i < n * c->shape.v_head_dim; i++)
         c->v[i] = gaussian(&seed);
-    }
 }
 
 static void layout_of_every_form_is_whole_cache_lines_in_order(void **state)
@@ -113,7 +113,7 @@ static void layout_of_every_form_is_whole_cache_lines_in_order(void **state)
     (void)state;
     for (size_t f = 0; f < N_FORMS; f++)
         for (size_t d = 0; d < N_ELEMENTS(head_dims); d++) {
-            KvShape shape = {6, 3, head_dims[d], head_dims[d]};
+            KvShape shape = {6, 3, head_dims[d], head_dims[(d + 3) % N_ELEMENTS(head_dims)], 16};
             KvLayout l;
 
             assert_int_equal(kv_layout(form_at(f), &shape, &l, NULL), 0);
@@ -126,7 +126,7 @@ static void layout_of_every_form_is_whole_cache_lines_in_order(void **state)
 
 static void default_form_of_head_64_takes_2432_bytes(void **state)
 {
-    KvShape shape = {9, 3, 64, 64};
+    KvShape shape = {9, 3, 64, 64, 64};
     KvLayout l;
 
     (void)state;
@@ -140,10 +140,11 @@ static void default_form_of_head_64_takes_2432_bytes(void **state)
 
 static void layout_refuses_what_it_does_not_know(void **state)
 {
-    static const KvShape bad[] = {{9, 3, 0, 0},    {9, 3, 24, 24},  {9, 3, 272, 64}, {9, 0, 64, 64}, {0, 3, 64, 64},
-                                  {8, 3, 64, 64},  {9, 3, 64, 66},  {9, 3, 64, 31},  {0x7fffffff, 0x7fffffff, 256, 64}};
+    static const KvShape bad[] = {{9, 3, 0, 64, 0},   {9, 3, 64, 0, 0},   {9, 3, 24, 64, 24}, {9, 3, 64, 24, 64}, {9, 3, 592, 64, 64},
+                                  {9, 3, 64, 592, 64}, {9, 0, 64, 64, 64}, {0, 3, 64, 64, 64}, {8, 3, 64, 64, 64}, {9, 3, 64, 80, 66},
+                                  {9, 3, 64, 64, 31},  {0x7fffffff, 0x7fffffff, 256, 256, 64}};
     const KvForm bad_forms[] = {kv_form_leat(7, 4), kv_form_leat(4, 0), kv_form_leat(16, 4), {.kind = KV_FORM_X_MAX}};
-    KvShape good = {9, 3, 64, 64};
+    KvShape good = {9, 3, 64, 64, 64};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     KvLayout l;
 
@@ -158,7 +159,7 @@ static void layout_refuses_what_it_does_not_know(void **state)
 
 static void true_bits_count_scales_sinks_and_tail(void **state)
 {
-    KvShape shape = {9, 3, 64, 64};
+    KvShape shape = {9, 3, 64, 64, 64};
     KvForm five_four = kv_form_leat(5, 4), four = kv_form_leat(4, 4);
 
     (void)state;
@@ -172,7 +173,7 @@ static void hadamard_is_its_own_inverse_and_keeps_lengths(void **state)
 {
     (void)state;
     for (size_t d = 0; d < N_ELEMENTS(head_dims); d++) {
-        float x[256], y[256];
+        float x[KV_MAX_HEAD_DIM], y[KV_MAX_HEAD_DIM];
         uint32_t n = head_dims[d], seed = SEED;
         double before = 0, after = 0;
 
@@ -206,14 +207,15 @@ static void hadamard_of_80_is_a_block_of_64_and_one_of_16(void **state)
 /* Squared error over squared length of one side after Hadamard, the domain of the codes. */
 static double relative_error(const PageCase *c, bool is_key)
 {
-    uint32_t dim = c->shape.head_dim, kv_heads = c->shape.n_kv_heads;
-    _cleanup_(freep) float *k = floats((size_t)KV_PAGE_TOKENS * dim), *v = floats((size_t)KV_PAGE_TOKENS * dim);
+    uint32_t dim = is_key ? c->shape.k_head_dim : c->shape.v_head_dim, kv_heads = c->shape.n_kv_heads;
+    _cleanup_(freep) float *k = floats((size_t)KV_PAGE_TOKENS * c->shape.k_head_dim);
+    _cleanup_(freep) float *v = floats((size_t)KV_PAGE_TOKENS * c->shape.v_head_dim);
     double error = 0, length = 0;
 
     for (uint32_t h = 0; h < kv_heads; h++) {
         kv_unpack_page(c->form, &c->shape, c->page, h, k, v);
         for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++) {
-            float x[256];
+            float x[KV_MAX_HEAD_DIM];
 
             memcpy(x, (is_key ? c->k : c->v) + ((size_t)t * kv_heads + h) * dim, dim * sizeof(float));
             if (c->form.rotation == KV_ROTATION_HADAMARD)
@@ -256,7 +258,7 @@ static void decoding_is_within_the_error_of_the_levels(void **state)
     (void)state;
     for (size_t f = 0; f < N_FORMS; f++)
         for (size_t d = 0; d < N_ELEMENTS(head_dims); d++) {
-            PageCase c = page_case_new(form_at(f), head_dims[d], 3);
+            PageCase c = page_case_new(form_at(f), head_dims[d], head_dims[(d + 2) % N_ELEMENTS(head_dims)], 3);
 
             page_case_fill(&c, SEED + (uint32_t)d);
             kv_pack_page(c.form, &c.shape, NULL, c.rope, c.k, c.v, c.page);
@@ -268,7 +270,7 @@ static void decoding_is_within_the_error_of_the_levels(void **state)
 
 static void searched_scale_beats_the_largest_magnitude(void **state)
 {
-    PageCase c = page_case_new(kv_form_leat(4, 4), 64, 1);
+    PageCase c = page_case_new(kv_form_leat(4, 4), 64, 64, 1);
 
     (void)state;
     page_case_fill(&c, SEED);
@@ -281,7 +283,7 @@ static void searched_scale_beats_the_largest_magnitude(void **state)
 /* A key that is the turned mean exactly leaves nothing to code, and a huge mean costs no precision. */
 static void centring_removes_the_turned_mean(void **state)
 {
-    PageCase c = page_case_new(kv_form_leat(5, 4), 64, 2);
+    PageCase c = page_case_new(kv_form_leat(5, 4), 64, 64, 2);
     KvCalibration calibration = {.k_mean = c.k_mean, .v_mean = c.v_mean};
     uint32_t seed = SEED, dim = 64;
     float k[KV_PAGE_TOKENS * 64], v[KV_PAGE_TOKENS * 64];
@@ -323,7 +325,7 @@ static void hostile_values_give_finite_pages(void **state)
 
     (void)state;
     for (size_t f = 2; f < N_FORMS; f++) {
-        PageCase c = page_case_new(form_at(f), 80, 1);
+        PageCase c = page_case_new(form_at(f), 80, 80, 1);
         float k[KV_PAGE_TOKENS * 80], v[KV_PAGE_TOKENS * 80];
 
         for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++) /* token t: one hostile value alone, or in company */
@@ -343,7 +345,7 @@ static void hostile_values_give_finite_pages(void **state)
 
 static void packing_twice_gives_the_same_bytes(void **state)
 {
-    PageCase c = page_case_new(kv_form_leat(5, 5), 128, 2);
+    PageCase c = page_case_new(kv_form_leat(5, 5), 128, 128, 2);
     _cleanup_(freep) uint8_t *copy = malloc(c.layout.page_bytes);
 
     (void)state;

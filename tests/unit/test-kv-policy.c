@@ -13,7 +13,7 @@
 static const GpuInfo small_gpu = {.name = "small", .max_allocation_bytes = 256u << 20};
 static const float frequencies[32] = {1.0f, 0.5f};
 static const KvModel smollm = {.n_layers = 30,
-                               .shape = {.n_heads = 9, .n_kv_heads = 3, .head_dim = 64, .rotary_dim = 64},
+                               .shape = {.n_heads = 9, .n_kv_heads = 3, .k_head_dim = 64, .v_head_dim = 64, .rotary_dim = 64},
                                .scale = 0.125f,
                                .inv_freq = frequencies,
                                .max_rows = 512,

@@ -36,7 +36,7 @@ static void fixture_init(Fixture *fixture, uint32_t seed, bool direct, uint32_t 
     static const float frequencies[32] = {1.0f};
     const GpuInfo info = {.unified_memory = true, .max_allocation_bytes = 1u << 30};
     const KvModel model = {.n_layers = 2,
-                           .shape = {.n_heads = 4, .n_kv_heads = 2, .head_dim = 64, .rotary_dim = 64},
+                           .shape = {.n_heads = 4, .n_kv_heads = 2, .k_head_dim = 64, .v_head_dim = 64, .rotary_dim = 64},
                            .scale = 0.125f,
                            .inv_freq = frequencies,
                            .max_rows = 600,

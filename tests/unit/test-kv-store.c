@@ -50,7 +50,7 @@ static void gpu_init(Fixture *fixture, uint32_t seed)
                          .favourite = seed % (GPU_QUEUE_X_MAX + 1),
                          .fail_at = -1};
     fixture->model = (KvModel){.n_layers = N_LAYERS,
-                               .shape = {.n_heads = 1, .n_kv_heads = 1, .head_dim = 16, .rotary_dim = 16},
+                               .shape = {.n_heads = 1, .n_kv_heads = 1, .k_head_dim = 16, .v_head_dim = 16, .rotary_dim = 16},
                                .scale = 1.0f,
                                .inv_freq = frequencies,
                                .max_rows = MAX_ROWS,

@@ -185,7 +185,8 @@ static void a_small_model_loads_with_defaults(void **state)
         fail_msg("%s", detail.text);
     params = model_file_params(file);
     assert_int_equal(params->attention.n_kv_heads, HEADS);
-    assert_int_equal(params->attention.head_dim, HEAD_DIM);
+    assert_int_equal(params->attention.k_head_dim, HEAD_DIM);
+    assert_int_equal(params->attention.v_head_dim, HEAD_DIM);
     assert_int_equal(params->attention.rotary_dim, HEAD_DIM);
     assert_true(params->tied_embeddings);
     assert_true(params->rope_freq_base == 10000.0f);
@@ -220,7 +221,7 @@ static void what_is_not_supported_is_named(void **state)
     expect(*state, &(Variant){.key_u32 = "llama.expert_count", .value_u32 = 8}, MODEL_E_UNSUPPORTED, "8 experts");
     expect(*state, &(Variant){.key_text = "llama.rope.scaling.type", .text = "yarn"}, MODEL_E_UNSUPPORTED, "RoPE scaling 'yarn'");
     expect(*state, &(Variant){.more_tensor = "blk.0.attn_q.bias"}, MODEL_E_UNSUPPORTED, "'blk.0.attn_q.bias'");
-    expect(*state, &(Variant){.key_u32 = "llama.attention.value_length", .value_u32 = 32}, MODEL_E_UNSUPPORTED, "values of 32");
+    expect(*state, &(Variant){.key_u32 = "llama.attention.value_length", .value_u32 = 24}, MODEL_E_UNSUPPORTED, "values of 24");
     expect(*state, &(Variant){.key_u32 = "llama.attention.key_length", .value_u32 = 24}, MODEL_E_UNSUPPORTED, "head size of 24");
 }
 
@@ -293,7 +294,7 @@ static void check_matrix(const ModelFile *file, const WeightsMatrix *matrix)
     assert_int_equal(matrix->offset % WEIGHTS_ALIGNMENT, 0);
     assert_int_equal(weight_row_bytes(type, matrix->n_cols, &row_bytes), 0);
     for (uint32_t row = 0; row < matrix->n_rows; row++) {
-        uint32_t d = row % shape->head_dim, half = shape->rotary_dim / 2, from = row;
+        uint32_t d = row % shape->k_head_dim, half = shape->rotary_dim / 2, from = row;
 
         if (matrix->rotary)
             from = row - d + (d < half ? 2 * d : 2 * (d - half) + 1);
