@@ -10,15 +10,17 @@ bool kv_store_drop_checkpoint(void *userdata)
     uint32_t index = 0;
 
     for (KvCache *cache = store->caches; cache; cache = cache->next)
-        for (uint32_t i = 0; i < cache->past->n_checkpoints; i++)
+        for (uint32_t i = 0; cache->past && i < cache->past->n_checkpoints; i++)
             if (!oldest || cache->past->checkpoints[i]->made < oldest->checkpoints[index]->made) {
                 oldest = cache->past;
                 index = i;
             }
     if (!oldest)
         return false;
-    for (KvCache *cache = store->caches; cache; cache = cache->next)
+    for (KvCache *cache = store->caches; cache; cache = cache->next) {
         kv_tail_forget(cache->past->tail, oldest->checkpoints[index]->saved);
+        kv_tail_forget(cache->past->states.now, oldest->checkpoints[index]->state);
+    }
     kv_past_drop_checkpoint(oldest, index);
     return true;
 }
@@ -47,36 +49,87 @@ static bool is_saved(const KvPast *past)
     if (!newest || newest->length != past->length)
         return false;
     for (uint32_t s = 0; s < past->store->sizes.n_sections; s++)
-        if (newest->tail_from[s] > past->sections[s].tail_from)
+        if (newest->marks[s].tail_from > past->sections[s].tail_from || newest->marks[s].first_block > past->sections[s].first_block)
             return false;
     return true;
 }
 
-int kv_cache_checkpoint(KvCache *cache)
+static int fill_mark(KvMark *mark, const KvSectionPast *from, bool windowed)
 {
-    KvStore *store = cache->store;
-    KvPast *past = cache->past;
+    *mark = (KvMark){.tail_from = from->tail_from, .first_block = from->first_block, .n_blocks = from->n_blocks};
+    if (!windowed)
+        return 0;
+    mark->blocks = calloc(MAX(from->n_blocks - from->first_block, 1u), sizeof(KvBlock *));
+    if (!mark->blocks)
+        return error_origin(KV_E_HOST_MEMORY);
+    for (uint32_t b = from->first_block; b < from->n_blocks; b++)
+        mark->blocks[b - from->first_block] = kv_block_ref(from->blocks[b]);
+    return 0;
+}
+
+static int fill_checkpoint(const KvPast *past, KvCheckpoint *checkpoint)
+{
+    KvStore *store = past->store;
+    int r;
+
+    checkpoint->length = past->length;
+    checkpoint->made = ++store->made;
+    r = kv_tail_save(past->tail, &checkpoint->saved, NULL);
+    if (!r && past->states.now)
+        r = kv_tail_save(past->states.now, &checkpoint->state, NULL);
+    for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++)
+        r = fill_mark(&checkpoint->marks[s], &past->sections[s], kv_section_is_windowed(&store->sections[s]));
+    return error_trace(r);
+}
+
+static int make_checkpoint(KvPast *past)
+{
+    KvStore *store = past->store;
     KvCheckpoint *checkpoint;
     int r;
 
-    if (cache->in_pass)
-        return error_origin(-EBUSY);
     if (past->length == 0 || is_saved(past))
         return 0;
-    checkpoint = malloc(sizeof(*checkpoint) + store->sizes.n_sections * sizeof(uint32_t));
+    checkpoint = kv_checkpoint_new(store);
     if (!checkpoint)
         return error_origin(KV_E_HOST_MEMORY);
-    r = kv_tail_save(past->tail, &checkpoint->saved, NULL);
+    r = fill_checkpoint(past, checkpoint);
     if (r) {
-        free(checkpoint);
+        (void)kv_checkpoint_free(store, checkpoint);
         return error_trace(r);
     }
     if (past->n_checkpoints == KV_CHECKPOINTS_MAX)
         thin_checkpoints(past);
-    checkpoint->length = past->length;
-    checkpoint->made = ++store->made;
-    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-        checkpoint->tail_from[s] = past->sections[s].tail_from;
     past->checkpoints[past->n_checkpoints++] = checkpoint;
+    return 0;
+}
+
+int kv_cache_checkpoint(KvCache *cache)
+{
+    if (cache->in_pass)
+        return error_origin(-EBUSY);
+    return error_trace(make_checkpoint(cache->past));
+}
+
+/* Whether, of the lengths from @record_from on, one needs a position that the ring has now and will not have when it ends at @end. */
+static bool loses_recorded(const KvSection *section, const KvSectionPast *own, const KvPast *past, uint32_t end)
+{
+    uint32_t from = MAX(own->tail_from, kv_needed_from(section, past->record_from)), ring = kv_ring_tokens(section->sizes->attend.form);
+
+    from = (from + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS * KV_PAGE_TOKENS;
+    return from <= kv_needed_from(section, past->length) && end > ring && from < end - ring;
+}
+
+int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens)
+{
+    KvPast *past = cache->past;
+
+    for (uint32_t s = 0; s < past->store->sizes.n_sections; s++) {
+        const KvSection *section = &past->store->sections[s];
+
+        if (kv_section_is_packed(section) && !kv_section_is_cross(section) &&
+            loses_recorded(section, &past->sections[s], past, past->length + n_tokens))
+            return error_trace(make_checkpoint(past));
+    }
     return 0;
 }

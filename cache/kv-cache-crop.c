@@ -2,17 +2,13 @@
 /*
  * Going back.
  *
- * Going on from a length n needs, in each section, positions [kv_needed_from(n), n) in full precision, and the sinks.  The tail ring
- * holds [tail_from, length).  When that is not enough, a section with an unpacked form reads them back from its pages; a packed one
- * goes back to a checkpoint, and so do all others with it.
+ * To go on from a length n, each section needs positions [kv_needed_from(n), n) in full precision, and the sinks; a windowed one the
+ * blocks in sight; a state must be that after n tokens.  The tail ring holds [tail_from, length).  When that is not enough, a section with
+ * an unpacked form reads it back from its pages.  What the past itself has not is in a checkpoint, or a snapshot of states, or nowhere.
+ * The longest place that all sections can go to is where the past goes.
  */
 
 #include "cache/kv-store-internal.h"
-
-static bool is_packed(const KvSection *section)
-{
-    return kv_form_is_coded(section->sizes->attend.form);
-}
 
 /* ---- tails read back from pages ----------------------------------------------------------------------------------------- */
 
@@ -25,7 +21,7 @@ static int refill_source(KvStore *store, const KvArenas *arenas, const KvBlock *
     if (block->arena->buffer) {
         *pages = block->arena->buffer;
         *offset = plane * block->arena->plane_bytes;
-        *index = block->index * KV_BLOCK_PAGES + page;
+        *index = block->pages[page];
         return 0;
     }
     *pages = store->fresh[0];
@@ -82,7 +78,7 @@ static int refill_section(KvStore *store, const KvPast *past, uint32_t s, uint32
 
 static bool must_refill(const KvPast *past, uint32_t s, uint32_t length)
 {
-    return past->sections[s].tail_from > kv_needed_from(&past->store->sections[s], length);
+    return length > 0 && past->sections[s].tail_from > kv_needed_from(&past->store->sections[s], length);
 }
 
 /* Reads tails of a past to be cropped to @length back from its pages, which still are those of the longer one. */
@@ -99,7 +95,7 @@ static int refill_tail(KvPast *past, uint32_t length, ErrorDetail *reterr)
     if (r)
         return error_trace(r);
     for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++)
-        if (must_refill(past, s, length))
+        if (!kv_section_is_cross(&store->sections[s]) && must_refill(past, s, length))
             r = refill_section(store, past, s, length);
     if (!r)
         r = gpu_drain(store->gpu, KV_TIMEOUT_USEC, reterr);
@@ -108,86 +104,194 @@ static int refill_tail(KvPast *past, uint32_t length, ErrorDetail *reterr)
 
 /* ---- where to go back to ----------------------------------------------------------------------------------------------------- */
 
-/* The checkpoint to go back to for @n_keep: one that leads there exactly, else the longest before it; NULL: none. */
-static const KvCheckpoint *find_checkpoint(const KvPast *past, uint32_t n_keep, uint32_t *ret_length)
+typedef struct Retreat {
+    uint32_t length;
+    const KvCheckpoint *checkpoint; /* NULL: with what the past has itself */
+} Retreat;
+
+/* Whether a section can go back to @length with what it has. */
+static bool section_reaches(const KvPast *past, uint32_t s, uint32_t length)
 {
-    const KvStore *store = past->store;
-    const KvCheckpoint *best = NULL;
+    const KvSection *section = &past->store->sections[s];
+    uint32_t complete = past->length / KV_PAGE_TOKENS * KV_PAGE_TOKENS;
 
-    for (uint32_t i = 0; i < past->n_checkpoints; i++) {
-        const KvCheckpoint *checkpoint = past->checkpoints[i];
-        bool covers = checkpoint->length <= past->length;
+    if (kv_section_is_cross(section))
+        return true;
+    if (kv_section_is_windowed(section) && kv_section_first_page(&past->sections[s]) > kv_kept_page(section, length))
+        return false;
+    if (!must_refill(past, s, length))
+        return true;
+    /* Tokens after the last complete page are nowhere but in the tail. */
+    return !kv_section_is_packed(section) && (length <= complete || past->sections[s].tail_from <= complete);
+}
 
-        for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-            covers = covers && checkpoint->tail_from[s] <= kv_needed_from(&store->sections[s], n_keep);
-        if (checkpoint->length <= n_keep) {
-            best = checkpoint;
-            *ret_length = checkpoint->length;
-        } else if (covers) {
-            *ret_length = n_keep;
-            return checkpoint;
-        }
+static bool past_reaches(const KvPast *past, uint32_t length)
+{
+    if (length == 0)
+        return true;
+    if (past->store->states.n_slots > 0 && !kv_states_find(&past->states, length, past->length))
+        return false;
+    for (uint32_t s = 0; s < past->store->sizes.n_sections; s++)
+        if (!section_reaches(past, s, length))
+            return false;
+    return true;
+}
+
+static uint32_t mark_first_page(const KvMark *mark)
+{
+    return mark->first_block * KV_BLOCK_PAGES + (mark->first_block < mark->n_blocks ? mark->blocks[0]->first_page : 0);
+}
+
+static bool checkpoint_reaches(const KvPast *past, const KvCheckpoint *checkpoint, uint32_t length)
+{
+    if (checkpoint->length < length || checkpoint->length > past->length)
+        return false;
+    if (past->store->states.n_slots > 0 && checkpoint->length != length && !kv_states_find(&past->states, length, past->length))
+        return false;
+    for (uint32_t s = 0; s < past->store->sizes.n_sections; s++) {
+        const KvSection *section = &past->store->sections[s];
+        const KvMark *mark = &checkpoint->marks[s];
+
+        if (!kv_section_is_cross(section) &&
+            (mark->tail_from > kv_needed_from(section, length) || (mark->blocks && mark_first_page(mark) > kv_kept_page(section, length))))
+            return false;
     }
+    return true;
+}
+
+/* @best or @length, when it is longer and can be gone back to. */
+static void consider(const KvPast *past, uint32_t length, uint32_t n_keep, Retreat *best)
+{
+    if (length > n_keep || length <= best->length)
+        return;
+    if (past_reaches(past, length)) {
+        *best = (Retreat){length, NULL};
+        return;
+    }
+    for (uint32_t i = 0; i < past->n_checkpoints; i++)
+        if (checkpoint_reaches(past, past->checkpoints[i], length)) {
+            *best = (Retreat){length, past->checkpoints[i]};
+            return;
+        }
+}
+
+/* The longest place, of those that something was kept for. */
+static Retreat find_retreat(const KvPast *past, uint32_t n_keep)
+{
+    Retreat best = {0};
+
+    consider(past, n_keep, n_keep, &best);
+    if (best.length == n_keep)
+        return best;
+    consider(past, past->length / KV_PAGE_TOKENS * KV_PAGE_TOKENS, n_keep, &best);
+    for (uint32_t i = 0; i < past->states.n_snapshots; i++)
+        consider(past, past->states.snapshots[i].length, n_keep, &best);
+    for (uint32_t i = 0; i < past->n_checkpoints; i++)
+        consider(past, past->checkpoints[i]->length, n_keep, &best);
     return best;
 }
 
-/* To @n_keep, or to the last complete page: tokens after it are nowhere but in the tail. */
-static int rewind_by_pages(KvPast *past, uint32_t n_keep, ErrorDetail *reterr)
-{
-    const KvStore *store = past->store;
-    uint32_t complete = past->length / KV_PAGE_TOKENS * KV_PAGE_TOKENS;
-    int r;
+/* ---- going there ---------------------------------------------------------------------------------------------------------------- */
 
-    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-        if (n_keep > complete && must_refill(past, s, n_keep) && past->sections[s].tail_from > complete)
-            n_keep = complete;
-    r = refill_tail(past, n_keep, reterr);
-    if (r)
-        return error_trace(r);
-    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-        if (must_refill(past, s, n_keep))
-            past->sections[s].tail_from = kv_needed_from(&store->sections[s], n_keep);
-    kv_past_drop_beyond(past, n_keep);
+/* The windows of the checkpoint instead of those that the past has. */
+static void restore_marks(KvPast *past, const KvCheckpoint *checkpoint)
+{
+    for (uint32_t s = 0; s < past->store->sizes.n_sections; s++) {
+        KvSectionPast *section = &past->sections[s];
+        const KvMark *mark = &checkpoint->marks[s];
+
+        if (kv_section_is_cross(&past->store->sections[s]))
+            continue;
+        section->tail_from = mark->tail_from;
+        if (!mark->blocks)
+            continue;
+        for (uint32_t b = mark->first_block; b < mark->n_blocks; b++)
+            (void)kv_block_ref(mark->blocks[b - mark->first_block]);
+        for (uint32_t b = section->first_block; b < section->n_blocks; b++)
+            section->blocks[b] = kv_arenas_unref(&past->store->sections[s].arenas, section->blocks[b]);
+        for (uint32_t b = mark->first_block; b < mark->n_blocks; b++)
+            section->blocks[b] = mark->blocks[b - mark->first_block];
+        section->first_block = mark->first_block;
+        section->n_blocks = mark->n_blocks;
+    }
+}
+
+static int go_to_checkpoint(KvPast *past, const Retreat *retreat)
+{
+    KvTail *tail = kv_tail_new_from(&past->store->tails, retreat->checkpoint->saved);
+
+    if (!tail)
+        return error_origin(KV_E_HOST_MEMORY);
+    restore_marks(past, retreat->checkpoint);
+    (void)kv_tail_unref(past->tail);
+    past->tail = tail;
     return 0;
 }
 
-static int rewind_to_checkpoint(KvPast *past, uint32_t n_keep)
+static int go_by_pages(KvPast *past, uint32_t length, ErrorDetail *reterr)
 {
     const KvStore *store = past->store;
-    uint32_t length = 0;
-    const KvCheckpoint *checkpoint = find_checkpoint(past, n_keep, &length);
-    KvTail *tail;
+    bool any = false;
+    int r;
 
-    if (checkpoint) {
-        tail = kv_tail_new_from(&past->store->tails, checkpoint->saved);
-        if (!tail)
-            return error_origin(KV_E_HOST_MEMORY);
-        for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-            past->sections[s].tail_from = checkpoint->tail_from[s];
-        (void)kv_tail_unref(past->tail);
-        past->tail = tail;
-    }
-    kv_past_drop_beyond(past, length);
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+        any = any || (!kv_section_is_cross(&store->sections[s]) && must_refill(past, s, length));
+    if (!any)
+        return 0;
+    r = refill_tail(past, length, reterr);
+    if (r)
+        return error_trace(r);
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+        if (!kv_section_is_cross(&store->sections[s]) && must_refill(past, s, length))
+            past->sections[s].tail_from = kv_needed_from(&store->sections[s], length);
     return 0;
+}
+
+/* A reference to the state to go on with; NULL when none is needed, or memory is short. */
+static KvTail *state_of(const KvPast *past, const Retreat *retreat)
+{
+    KvTail *kept = kv_states_find(&past->states, retreat->length, past->length);
+
+    if (kept)
+        return kv_tail_ref(kept);
+    if (retreat->checkpoint && retreat->checkpoint->state)
+        return kv_tail_new_from(&past->store->states, retreat->checkpoint->state);
+    return NULL;
 }
 
 /* Goes back to @n_keep or less. */
 static int rewind_past(KvPast *past, uint32_t n_keep, ErrorDetail *reterr)
 {
-    const KvStore *store = past->store;
-    bool refill = false, lost = false;
+    const Retreat retreat = find_retreat(past, n_keep);
+    KvTail *state = NULL;
+    int r = 0;
 
-    for (uint32_t s = 0; n_keep > 0 && s < store->sizes.n_sections; s++)
-        if (must_refill(past, s, n_keep)) {
-            refill = true;
-            lost = lost || is_packed(&store->sections[s]);
-        }
-    if (lost)
-        return rewind_to_checkpoint(past, n_keep);
-    if (refill)
-        return rewind_by_pages(past, n_keep, reterr);
-    kv_past_drop_beyond(past, n_keep);
+    if (retreat.length > 0 && past->store->states.n_slots > 0) {
+        state = state_of(past, &retreat);
+        if (!state)
+            return error_origin(KV_E_HOST_MEMORY);
+    }
+    if (retreat.checkpoint)
+        r = go_to_checkpoint(past, &retreat);
+    else if (retreat.length > 0)
+        r = go_by_pages(past, retreat.length, reterr);
+    if (r) {
+        (void)kv_tail_unref(state);
+        return error_trace(r);
+    }
+    if (retreat.length < past->length || state)
+        kv_states_go_back(&past->states, retreat.length, state);
+    kv_past_drop_beyond(past, retreat.length);
+    if (retreat.length == 0)
+        past->recording = false;
     return 0;
+}
+
+uint32_t kv_cache_crop_length(const KvCache *cache, uint32_t n_keep)
+{
+    if (n_keep >= cache->past->length)
+        return cache->past->length;
+    return find_retreat(cache->past, n_keep).length;
 }
 
 int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDetail *reterr)
@@ -214,7 +318,8 @@ int kv_cache_recover(KvCache *cache, uint32_t end, ErrorDetail *reterr)
         uint32_t ring = kv_ring_tokens(cache->store->sections[s].sizes->attend.form);
         uint32_t from = MIN(end > ring ? end - ring : 0, past->length);
 
-        past->sections[s].tail_from = MAX(past->sections[s].tail_from, from);
+        if (!kv_section_is_cross(&cache->store->sections[s]))
+            past->sections[s].tail_from = MAX(past->sections[s].tail_from, from);
     }
     return error_trace(rewind_past(past, past->length, reterr));
 }

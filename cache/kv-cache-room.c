@@ -5,25 +5,29 @@
 
 #include <string.h>
 
-/* Pages of a plane from one block to another. */
-static int copy_plane(KvStore *store, uint32_t layer, const KvBlock *from, KvBlock *to, uint32_t n_pages)
+/* Pages [@first, @end) of a plane from one block to another. */
+static int copy_plane(KvStore *store, uint32_t layer, const KvBlock *from, KvBlock *to, uint32_t first, uint32_t end)
 {
     const KvLayerPlace *place = &store->sizes.layers[layer];
     const KvArenas *arenas = &store->sections[place->section].arenas;
-    uint64_t source = kv_block_offset(arenas, from, place->plane, 0), target = kv_block_offset(arenas, to, place->plane, 0);
-    uint64_t bytes = (uint64_t)n_pages * arenas->options.page_bytes;
+    uint32_t page_bytes = arenas->options.page_bytes, n;
     GpuEvent *event;
     int r;
 
-    if (!from->arena->buffer) {
-        memcpy(to->arena->memory + target, from->arena->memory + source, bytes);
-        return 0;
+    for (; first < end; first += n) {
+        uint64_t source = kv_block_offset(arenas, from, place->plane, first), target = kv_block_offset(arenas, to, place->plane, first);
+
+        n = MIN(kv_block_run(from, first, end), kv_block_run(to, first, end));
+        if (!from->arena->buffer) {
+            memcpy(to->arena->memory + target, from->arena->memory + source, (uint64_t)n * page_bytes);
+            continue;
+        }
+        r = gpu_copy(store->gpu, GPU_QUEUE_DOWNLOAD, to->arena->buffer, target, from->arena->buffer, source, (uint64_t)n * page_bytes,
+                     GPU_WAIT_NONE, "kv unshare", &event);
+        if (r)
+            return error_trace(kv_error(r));
+        kv_store_set_home(store, layer, event);
     }
-    r = gpu_copy(store->gpu, GPU_QUEUE_DOWNLOAD, to->arena->buffer, target, from->arena->buffer, source, bytes, GPU_WAIT_NONE,
-                 "kv unshare", &event);
-    if (r)
-        return error_trace(kv_error(r));
-    kv_store_set_home(store, layer, event);
     return 0;
 }
 
@@ -39,20 +43,38 @@ static int copy_block(KvStore *store, uint32_t s, const KvBlock *from, KvBlock *
         store->home_serial = store->serial;
     for (uint32_t l = 0; l < store->sizes.n_layers && !r; l++)
         if (store->sizes.layers[l].section == s && store->sizes.layers[l].owner == l)
-            r = copy_plane(store, l, from, to, n_pages);
+            r = copy_plane(store, l, from, to, from->first_page, n_pages);
     to->serial = store->serial;
     return error_trace(r);
 }
 
-/* Makes the incomplete last block writable. */
-static int claim_block(KvStore *store, uint32_t s, KvSectionPast *past, KvEntrySection *entry, uint32_t n_pages, ErrorDetail *reterr)
+/* A block; where windows are kept for checkpoints, the oldest of these give way first. */
+static int take_block(KvStore *store, uint32_t s, const KvSectionPast *past, uint32_t index, uint32_t first_page, uint32_t n_filled,
+                      KvBlock **ret, ErrorDetail *reterr)
+{
+    const KvBlock *after = index > past->first_block ? past->blocks[index - 1] : NULL;
+    int r;
+
+    do
+        r = kv_arenas_take(&store->sections[s].arenas, after, first_page, n_filled, ret, reterr);
+    while (r == KV_E_DEVICE_MEMORY && kv_section_is_windowed(&store->sections[s]) && kv_store_drop_checkpoint(store));
+    return error_trace(r);
+}
+
+/* Makes the incomplete last block, of which the sequence has @n_pages, writable up to @n_filled. */
+static int claim_block(KvStore *store, uint32_t s, KvSectionPast *past, KvEntrySection *entry, uint32_t n_pages, uint32_t n_filled,
+                       ErrorDetail *reterr)
 {
     KvArenas *arenas = &store->sections[s].arenas;
     KvBlock **block = &past->blocks[past->n_blocks - 1], *copy;
     int r;
 
-    if ((*block)->n_refs > 1 && (*block)->n_filled != n_pages) {
-        r = kv_arenas_take(arenas, past->n_blocks > 1 ? past->blocks[past->n_blocks - 2] : NULL, &copy, reterr);
+    if (((*block)->n_refs == 1 || (*block)->n_filled == n_pages) && kv_block_can_grow(*block, n_filled)) {
+        r = kv_arenas_grow(arenas, *block, n_filled, reterr);
+        if (r)
+            return error_trace(r);
+    } else {
+        r = take_block(store, s, past, past->n_blocks - 1, (*block)->first_page, n_filled, &copy, reterr);
         if (r)
             return error_trace(r);
         r = copy_block(store, s, *block, copy, n_pages, reterr);
@@ -71,29 +93,26 @@ static int grow_section(KvCache *cache, uint32_t s, KvPassEntry *entry, ErrorDet
 {
     KvStore *store = cache->store;
     KvSectionPast *past = &cache->past->sections[s];
-    uint32_t length = cache->past->length, home = length / KV_PAGE_TOKENS, end = (length + entry->n_tokens) / KV_PAGE_TOKENS;
+    uint32_t length = kv_past_tokens(cache->past, s), home = length / KV_PAGE_TOKENS, end = (length + entry->n_tokens) / KV_PAGE_TOKENS;
     uint32_t n_blocks = kv_blocks_of(length + entry->n_tokens);
     int r;
 
     if (end == home)
         return 0;
     if (home % KV_BLOCK_PAGES != 0) {
-        r = claim_block(store, s, past, &entry->sections[s], home % KV_BLOCK_PAGES, reterr);
+        r = claim_block(store, s, past, &entry->sections[s], home % KV_BLOCK_PAGES,
+                        MIN(end - home / KV_BLOCK_PAGES * KV_BLOCK_PAGES, (uint32_t)KV_BLOCK_PAGES), reterr);
         if (r)
             return error_trace(r);
     }
-    while (past->n_blocks < n_blocks) {
-        const KvBlock *last = past->n_blocks > 0 ? past->blocks[past->n_blocks - 1] : NULL;
-
-        r = kv_arenas_take(&store->sections[s].arenas, last, &past->blocks[past->n_blocks], reterr);
+    for (; past->n_blocks < n_blocks; past->n_blocks++) {
+        r = take_block(store, s, past, past->n_blocks, 0, MIN(end - past->n_blocks * KV_BLOCK_PAGES, (uint32_t)KV_BLOCK_PAGES),
+                       &past->blocks[past->n_blocks], reterr);
         if (r)
             return error_trace(r);
-        past->n_blocks++;
     }
-    for (uint32_t b = home / KV_BLOCK_PAGES; b < n_blocks; b++) {
-        past->blocks[b]->n_filled = MIN(end - b * KV_BLOCK_PAGES, (uint32_t)KV_BLOCK_PAGES);
+    for (uint32_t b = home / KV_BLOCK_PAGES; b < n_blocks; b++)
         past->blocks[b]->write_serial = store->serial;
-    }
     return 0;
 }
 
@@ -106,6 +125,8 @@ int kv_cache_grow(KvCache *cache, KvPassEntry *entry, ErrorDetail *reterr)
     for (uint32_t s = 0; s < n_sections; s++)
         entry->sections[s] = (KvEntrySection){.n_blocks_before = cache->past->sections[s].n_blocks};
     for (uint32_t s = 0; s < n_sections; s++) {
+        if (kv_section_is_cross(&cache->store->sections[s]) != cache->store->pass.cross)
+            continue;
         r = grow_section(cache, s, entry, reterr);
         if (r)
             return error_trace(r);
@@ -127,7 +148,8 @@ void kv_cache_shrink(KvPassEntry *entry)
             *block = kv_arenas_unref(&cache->store->sections[s].arenas, *block);
         }
         if (section->claimed) {
-            section->claimed->n_filled = cache->past->length / KV_PAGE_TOKENS % KV_BLOCK_PAGES;
+            kv_arenas_shrink(&cache->store->sections[s].arenas, section->claimed, section->claimed->first_page,
+                             kv_past_tokens(cache->past, s) / KV_PAGE_TOKENS % KV_BLOCK_PAGES);
             section->claimed->write_serial = 0;
         }
     }

@@ -1,20 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/*
- * One forward pass: reserve, plan, then layer by layer pack, stream and attend.
- *
- * Pages that the pass completes are packed into one of two scratch buffers by the layer's parity, and travel home on the download
- * queue while later groups of rows already read them there.  The packing kernel of layer l + 2 must not overwrite what layer l's
- * copies still read: a *gate*, a copy of 64 bytes on the compute queue, waits for them (kernels after it wait by queue order).
- */
+/* One forward pass: reserve, plan, commit or abort.  What happens in between, layer by layer, is in kv-pass-layer.c. */
 
 #include "cache/kv-store-internal.h"
 
 #include <math.h>
 #include <string.h>
 
-#define GATE_BYTES 64
+/* Whether there is room for the tokens, and what they ask for. */
+static int check_room(const KvStore *store, const KvPassItem *items, uint32_t n_items, bool cross, ErrorDetail *reterr)
+{
+    uint32_t most = store->sizes.policy.max_cache_tokens;
+    bool asks = false;
 
-static int check_items(const KvStore *store, const KvPassItem *items, uint32_t n_items, ErrorDetail *reterr)
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+        if (kv_section_is_cross(&store->sections[s])) {
+            asks = true;
+            most = cross ? store->sections[s].sizes->max_tokens : most;
+        }
+    if (cross && !asks)
+        return error_detail_set(reterr, -EINVAL, "cache: no layer reads encoder output");
+    for (uint32_t i = 0; i < n_items; i++) {
+        const KvPast *past = items[i].cache->past;
+        uint32_t has = cross ? past->cross_length : past->length;
+
+        if (items[i].n_tokens > most - has)
+            return error_detail_set(reterr, KV_E_CONTEXT, "cache: %u tokens after %u exceed its %u", items[i].n_tokens, has, most);
+        if (asks && !cross && past->cross_length == 0)
+            return error_detail_set(reterr, -EINVAL, "cache: item %u has no encoder output to attend to", i);
+    }
+    return 0;
+}
+
+static int check_items(const KvStore *store, const KvPassItem *items, uint32_t n_items, bool cross, ErrorDetail *reterr)
 {
     uint64_t n_rows = 0;
 
@@ -36,17 +53,30 @@ static int check_items(const KvStore *store, const KvPassItem *items, uint32_t n
     if (n_rows > store->sizes.max_rows)
         return error_detail_set(reterr, -EINVAL, "cache: a pass of %llu rows, at most %u", (unsigned long long)n_rows,
                                 store->sizes.max_rows);
-    for (uint32_t i = 0; i < n_items; i++)
-        if (items[i].n_tokens > store->sizes.policy.max_cache_tokens - items[i].cache->past->length)
-            return error_detail_set(reterr, KV_E_CONTEXT, "cache: %u tokens after %u exceed its %u", items[i].n_tokens,
-                                    items[i].cache->past->length, store->sizes.policy.max_cache_tokens);
-    return 0;
+    return error_trace(check_room(store, items, n_items, cross, reterr));
 }
 
-/* Blocks, then tails; on failure what was reserved returns. */
-static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, ErrorDetail *reterr)
+/* Tails, and the states where the pass has to do with them. */
+static int reserve_slots(KvPass *pass, const KvPassItem *items, uint32_t n_items, ErrorDetail *reterr)
 {
     KvStore *store = pass->store;
+    int r = 0;
+
+    kv_tails_next_pass(&store->tails);
+    kv_tails_next_pass(&store->states);
+    for (uint32_t i = 0; i < n_items && !r; i++) {
+        KvPast *past = items[i].cache->past;
+
+        r = kv_tails_acquire(&store->tails, &past->tail, reterr);
+        if (!r && store->states.n_slots > 0 && !pass->cross)
+            r = kv_states_acquire(&past->states, &store->states, reterr);
+    }
+    return error_trace(r);
+}
+
+/* Blocks, then slots; on failure what was reserved returns. */
+static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, ErrorDetail *reterr)
+{
     int r = 0;
 
     pass->n_entries = 0;
@@ -54,25 +84,30 @@ static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, Erro
         pass->entries[i].n_tokens = items[i].n_tokens;
         pass->n_entries = i + 1;
         r = kv_cache_grow(items[i].cache, &pass->entries[i], reterr);
+        if (!r && !pass->cross && items[i].cache->past->recording)
+            r = kv_cache_save_recorded(items[i].cache, items[i].n_tokens);
     }
-    kv_tails_next_pass(&store->tails);
-    for (uint32_t i = 0; i < n_items && !r; i++)
-        r = kv_tails_acquire(&store->tails, &items[i].cache->past->tail, reterr);
-    for (uint32_t i = 0; i < pass->n_entries && r; i++)
+    if (!r)
+        r = reserve_slots(pass, items, n_items, reterr);
+    for (uint32_t i = 0; i < pass->n_entries && r; i++) {
         kv_cache_shrink(&pass->entries[i]);
+        kv_states_abort(&pass->entries[i].cache->past->states);
+    }
     return error_trace(r);
 }
 
 /* The sequences as section @s sees them, in this pass or in the one to come. */
 static void fill_items(KvStore *store, uint32_t s, bool after)
 {
+    bool still = kv_section_is_cross(&store->sections[s]) && !store->pass.cross; /* what it reads does not grow */
+
     for (uint32_t i = 0; i < store->pass.n_entries; i++) {
         const KvPassEntry *entry = &store->pass.entries[i];
         const KvPast *past = entry->cache->past;
 
         store->items[i] = (KvScheduleItem){
             .blocks = past->sections[s].blocks,
-            .length = past->length + (after ? entry->n_tokens : 0),
+            .length = kv_past_tokens(past, s) + (after && !still ? entry->n_tokens : 0),
             .n_tokens = after ? 1 : entry->n_tokens,
             .tail_slot = (uint32_t)past->tail->slot,
         };
@@ -136,12 +171,18 @@ static int write_inputs(const KvPass *pass, KvSection *section)
     return gpu_upload(pass->store->gpu, GPU_QUEUE_COMPUTE, section->inputs, 0, memory, end, GPU_WAIT_NONE, "kv inputs", NULL);
 }
 
-/* Layers without attention are done when those before them are. */
-static void skip_layers(KvPass *pass)
+static bool takes_part(const KvPass *pass, uint32_t layer)
 {
-    const KvSizes *sizes = &pass->store->sizes;
+    const KvLayerPlace *place = &pass->store->sizes.layers[layer];
 
-    while (pass->n_layers_done < sizes->n_layers && sizes->layers[pass->n_layers_done].section == KV_NO_SECTION)
+    if (place->section == KV_NO_SECTION)
+        return false;
+    return !pass->cross || (kv_section_is_cross(&pass->store->sections[place->section]) && place->owner == layer);
+}
+
+void kv_pass_skip_layers(KvPass *pass)
+{
+    while (pass->n_layers_done < pass->store->sizes.n_layers && !takes_part(pass, pass->n_layers_done))
         pass->n_layers_done++;
 }
 
@@ -151,27 +192,32 @@ static int plan_pass(KvPass *pass)
     int r = 0;
 
     for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++) {
+        if (pass->cross && !kv_section_is_cross(&store->sections[s]))
+            continue;
         fill_items(store, s, false);
         kv_schedule_build(&store->sections[s].schedule, store->items, pass->n_entries);
         r = write_inputs(pass, &store->sections[s]);
     }
-    return r ? error_trace(r) : kv_ring_begin(&store->ring, false, kv_store_home(store));
+    if (r || pass->cross)
+        return error_trace(r);
+    return kv_ring_begin(&store->ring, false, kv_store_home(store));
 }
 
-int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr)
+static int begin(KvStore *store, const KvPassItem *items, uint32_t n_items, bool cross, KvPass **ret, ErrorDetail *reterr)
 {
     KvPass *pass = &store->pass;
     int r;
 
-    r = check_items(store, items, n_items, reterr);
+    r = check_items(store, items, n_items, cross, reterr);
     if (r)
         return error_trace(r);
     kv_store_poll_home(store);
     store->serial++;
     pass->store = store;
+    pass->cross = cross;
     pass->n_layers_done = 0;
     pass->layer_started = false;
-    skip_layers(pass);
+    kv_pass_skip_layers(pass);
     r = reserve(pass, items, n_items, reterr);
     if (r)
         return error_trace(r);
@@ -187,155 +233,9 @@ int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvP
     return 0;
 }
 
-/* ---- one layer -------------------------------------------------------------------------------------------------------- */
-
-/* Holds the compute queue until the copies that read this scratch buffer are over. */
-static int gate(KvStore *store, uint32_t parity)
+int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr)
 {
-    GpuEvent *event = store->fresh_events[parity];
-    uint64_t at = store->sizes.fresh_bytes - 2 * GATE_BYTES;
-
-    if (!event || gpu_event_status(event) == 1)
-        return 0;
-    return gpu_copy(store->gpu, GPU_QUEUE_COMPUTE, store->fresh[parity], at + GATE_BYTES, store->fresh[parity], at, GATE_BYTES,
-                    (GpuWait){&event, 1}, "kv gate", NULL);
-}
-
-/* Packed pages that are neighbours in the scratch buffer and at home. */
-static uint32_t homeward_run(const KvHomeward *homewards, uint32_t n)
-{
-    uint32_t length = 1;
-
-    while (length < n && homewards[length].block->arena == homewards[0].block->arena &&
-           homewards[length].block->index * KV_BLOCK_PAGES + homewards[length].page ==
-               homewards[0].block->index * KV_BLOCK_PAGES + homewards[0].page + length)
-        length++;
-    return length;
-}
-
-/* Sends the scratch buffer's pages home once @packed has completed. */
-static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
-{
-    const KvLayerPlace *place = &store->sizes.layers[layer];
-    const KvSection *section = &store->sections[place->section];
-    const KvSchedule *schedule = &section->schedule;
-    uint32_t parity = layer & 1, page_bytes = section->sizes->layout.page_bytes, run;
-    GpuWait wait = {&packed, 1};
-    GpuEvent *last = NULL;
-    int r = 0;
-
-    store->home_serial = store->serial;
-    for (uint32_t i = 0; i < schedule->n_packs && !r; i += run) {
-        const KvHomeward *to = &schedule->homewards[i];
-        KvArena *arena = to->block->arena;
-        uint64_t offset = kv_block_offset(&section->arenas, to->block, place->plane, to->page), from = (uint64_t)i * page_bytes;
-
-        run = homeward_run(to, schedule->n_packs - i);
-        last = gpu_event_unref(last);
-        if (arena->buffer)
-            r = gpu_copy(store->gpu, GPU_QUEUE_DOWNLOAD, arena->buffer, offset, store->fresh[parity], from,
-                         (uint64_t)run * page_bytes, wait, "kv home", &last);
-        else
-            r = gpu_download(store->gpu, GPU_QUEUE_DOWNLOAD, store->fresh[parity], from, arena->memory + offset,
-                             (uint64_t)run * page_bytes, wait, "kv home", &last);
-    }
-    if (r)
-        return error_trace(r);
-    (void)gpu_event_unref(store->fresh_events[parity]);
-    store->fresh_events[parity] = gpu_event_ref(last);
-    kv_store_set_home(store, layer, last);
-    return gpu_flush(store->gpu, GPU_QUEUE_DOWNLOAD);
-}
-
-static int pack_pages(KvStore *store, uint32_t layer, const AttendLayer *buffers)
-{
-    _cleanup_(gpu_event_unrefp) GpuEvent *packed = NULL;
-    const KvLayerPlace *place = &store->sizes.layers[layer];
-    const KvSection *section = &store->sections[place->section];
-    int r;
-
-    if (section->schedule.n_packs == 0)
-        return 0;
-    r = gate(store, layer & 1);
-    if (r)
-        return error_trace(r);
-    r = attend_pack(section->attend, &section->pass, buffers, section->inputs, section->packs_offset, section->schedule.n_packs,
-                    store->fresh[layer & 1], &packed);
-    if (r || place->owner != layer) /* the source has sent the same pages home */
-        return error_trace(r);
-    return error_trace(send_home(store, layer, packed));
-}
-
-static int attend_one_tile(KvStore *store, uint32_t layer, uint32_t t, const AttendLayer *buffers)
-{
-    _cleanup_(gpu_event_unrefp) GpuEvent *done = NULL;
-    const KvLayerPlace *place = &store->sizes.layers[layer];
-    const KvSection *section = &store->sections[place->section];
-    const KvTile *tile = &section->schedule.tiles[t];
-    KvHomeEvents home = kv_store_home(store);
-    KvRingSlot *slot = NULL;
-    GpuEvent *wait = NULL;
-    AttendTile args = {
-        .pages = store->fresh[layer & 1], /* when nothing of the tile is at home */
-        .fresh = store->fresh[layer & 1],
-        .refs = section->inputs,
-        .refs_offset = section->refs_offset + tile->first_ref * sizeof(AttendRef),
-        .spans = section->inputs,
-        .spans_offset = section->spans_offset + (uint64_t)t * section->schedule.n_groups * sizeof(AttendSpan),
-        .n_refs = tile->n_refs,
-    };
-    int r;
-
-    if (tile->arena) {
-        args.pages = tile->arena->buffer;
-        args.pages_offset = place->plane * tile->arena->plane_bytes;
-        wait = tile->serial > home.settled ? home.events[place->owner] : NULL;
-    } else if (tile->staged) {
-        r = kv_ring_acquire(&store->ring, home, &slot);
-        if (r)
-            return error_trace(r);
-        args.pages = slot->buffer;
-        wait = slot->filled;
-    }
-    r = attend_tile(section->attend, &section->pass, buffers, &args, (GpuWait){&wait, 1}, slot ? &done : NULL);
-    if (r || !slot)
-        return error_trace(r);
-    return error_trace(kv_ring_release(&store->ring, home, TAKE_PTR(done)));
-}
-
-/* A layer that others share is committed after the last of them: until then they read the tail as it was before the pass. */
-static int run_layer(KvStore *store, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out)
-{
-    const KvLayerPlace *place = &store->sizes.layers[layer];
-    KvSection *section = &store->sections[place->section];
-    AttendLayer buffers = kv_store_layer(store, layer);
-    int r;
-
-    r = attend_prepare(section->attend, &section->pass, &buffers, qkv);
-    if (!r)
-        r = pack_pages(store, layer, &buffers);
-    for (uint32_t t = 0; t < section->schedule.n_tiles && !r; t++)
-        r = attend_one_tile(store, layer, t, &buffers);
-    if (!r)
-        r = attend_finish(section->attend, &section->pass, &buffers, out);
-    if (!r && place->last)
-        r = attend_commit(section->attend, &section->pass, &buffers);
-    return error_trace(r);
-}
-
-int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr)
-{
-    int r;
-
-    if (layer != pass->n_layers_done || layer >= pass->store->sizes.n_layers)
-        return error_detail_set(reterr, -EINVAL, "cache: layer %u, but %u is next", layer, pass->n_layers_done);
-    pass->layer_started = true;
-    r = run_layer(pass->store, layer, qkv, out);
-    if (r)
-        return error_detail_set(reterr, kv_error(r), "cache: attention of layer %u could not be queued", layer);
-    pass->n_layers_done++;
-    skip_layers(pass);
-    return 0;
+    return error_trace(begin(store, items, n_items, false, ret, reterr));
 }
 
 /* ---- the end ---------------------------------------------------------------------------------------------------------- */
@@ -346,7 +246,7 @@ int kv_pass_prefetch(KvPass *pass)
 
     if (pass->n_layers_done != store->sizes.n_layers)
         return error_origin(-EINVAL);
-    if (store->ring.n_slots == 0)
+    if (store->ring.n_slots == 0 || pass->cross)
         return 0;
     for (uint32_t i = 0; i < pass->n_entries; i++)
         if (pass->entries[i].cache->past->length + pass->entries[i].n_tokens >= store->sizes.policy.max_cache_tokens)
@@ -369,35 +269,54 @@ static void pass_end(KvPass *pass)
 /* Pages that the pass wrote are now the section's past. */
 static void commit_section(const KvStore *store, uint32_t s, KvPast *past, uint32_t n_tokens)
 {
-    uint32_t ring = kv_ring_tokens(store->sections[s].sizes->attend.form);
     KvSectionPast *section = &past->sections[s];
+    uint32_t end = kv_past_tokens(past, s) + n_tokens, ring = kv_ring_tokens(store->sections[s].sizes->attend.form);
 
-    for (uint32_t b = past->length / KV_PAGE_TOKENS / KV_BLOCK_PAGES; b < section->n_blocks; b++)
+    for (uint32_t b = (end - n_tokens) / KV_BLOCK_TOKENS; b < section->n_blocks; b++)
         if (section->blocks[b]->write_serial == store->serial) {
             section->blocks[b]->serial = store->serial;
             section->blocks[b]->write_serial = 0;
         }
-    if (past->length + n_tokens > ring)
-        section->tail_from = MAX(section->tail_from, past->length + n_tokens - ring);
+    if (end > ring)
+        section->tail_from = MAX(section->tail_from, end - ring);
+}
+
+static void commit_entry(const KvPass *pass, const KvPassEntry *entry)
+{
+    const KvStore *store = pass->store;
+    KvPast *past = entry->cache->past;
+
+    for (uint32_t s = 0; s < store->sizes.n_sections; s++)
+        if (kv_section_is_cross(&store->sections[s]) == pass->cross)
+            commit_section(store, s, past, entry->n_tokens);
+    kv_tail_settle(past->tail);
+    if (pass->cross) {
+        past->cross_length += entry->n_tokens;
+        return;
+    }
+    kv_states_commit(&past->states, past->length, past->recording);
+    past->length += entry->n_tokens;
+    kv_past_drop_unseen(past);
 }
 
 int kv_pass_commit(KvPass *pass)
 {
-    KvStore *store = pass->store;
-
-    if (pass->n_layers_done != store->sizes.n_layers)
+    if (pass->n_layers_done != pass->store->sizes.n_layers)
         return error_origin(-EINVAL);
-    for (uint32_t i = 0; i < pass->n_entries; i++) {
-        KvPassEntry *entry = &pass->entries[i];
-        KvPast *past = entry->cache->past;
-
-        for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-            commit_section(store, s, past, entry->n_tokens);
-        kv_tail_settle(past->tail);
-        past->length += entry->n_tokens;
-    }
+    for (uint32_t i = 0; i < pass->n_entries; i++)
+        commit_entry(pass, &pass->entries[i]);
     pass_end(pass);
     return 0;
+}
+
+/* The pass had begun to write the tail: goes on from where that is exact. */
+static void recover(const KvPass *pass, KvCache *cache, uint32_t n_tokens)
+{
+    if (pass->cross && cache->past->cross_length == 0)
+        return;
+    /* Of encoder output there is no other copy; that of recent tokens is lost with the device. */
+    if (pass->cross || kv_cache_recover(cache, cache->past->length + n_tokens, NULL))
+        (void)kv_cache_clear(cache);
 }
 
 KvPass *kv_pass_abort(KvPass *pass)
@@ -411,11 +330,12 @@ KvPass *kv_pass_abort(KvPass *pass)
         kv_store_forget_home(store);
     kv_ring_end(&store->ring);
     kv_ring_clear(&store->ring);
-    for (uint32_t i = 0; i < pass->n_entries; i++)
+    for (uint32_t i = 0; i < pass->n_entries; i++) {
         kv_cache_shrink(&pass->entries[i]);
+        kv_states_abort(&pass->entries[i].cache->past->states);
+    }
     pass_end(pass);
     for (uint32_t i = 0; i < pass->n_entries && pass->layer_started; i++)
-        if (kv_cache_recover(pass->entries[i].cache, pass->entries[i].cache->past->length + pass->entries[i].n_tokens, NULL))
-            (void)kv_cache_clear(pass->entries[i].cache); /* its recent tokens are lost with the device */
+        recover(pass, pass->entries[i].cache, pass->entries[i].n_tokens);
     return NULL;
 }

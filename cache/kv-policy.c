@@ -12,6 +12,7 @@ static const char *const strategy_names[KV_STRATEGY_X_MAX] = {
     [KV_STRATEGY_OFFLOADED_STATIC] = "offloaded_static",
     [KV_STRATEGY_QUANTIZED] = "quantized",
     [KV_STRATEGY_OFFLOADED_QUANTIZED] = "offloaded_quantized",
+    [KV_STRATEGY_NONE] = "none",
 };
 
 const char *kv_strategy_to_string(KvStrategy strategy)
@@ -43,6 +44,7 @@ KvPolicy kv_policy_preset(KvStrategy strategy, bool exact)
     case KV_STRATEGY_OFFLOADED_STATIC:
         policy.growth = KV_GROWTH_STATIC;
         policy.home = KV_HOME_HOST;
+        policy.offload_only_non_sliding = true;
         break;
     case KV_STRATEGY_QUANTIZED:
         policy.form = packed;
@@ -50,8 +52,10 @@ KvPolicy kv_policy_preset(KvStrategy strategy, bool exact)
     case KV_STRATEGY_OFFLOADED_QUANTIZED:
         policy.home = KV_HOME_HOST;
         policy.form = packed;
+        policy.offload_only_non_sliding = true;
         break;
     case KV_STRATEGY_DYNAMIC:
+    case KV_STRATEGY_NONE:
     case KV_STRATEGY_X_MAX:
     case KV_STRATEGY_X_INVALID:
         break;

@@ -70,40 +70,50 @@ static bool slot_holds(const KvRingSlot *slot, const KvTile *tile, const KvLoad 
     return true;
 }
 
-/* How many loads from @loads[0] on are one stretch of memory on both sides: full blocks, one after the other in an arena. */
-static uint32_t run_length(const KvLoad *loads, uint32_t n)
-{
-    uint32_t length = 1;
+/* A stretch of memory that is one on both sides: pages of an arena that go to places in the slot. */
+typedef struct Stretch {
+    const KvArena *arena;
+    uint32_t from, to, n;
+} Stretch;
 
-    while (length < n && loads[length - 1].n_pages == KV_BLOCK_PAGES && loads[length].n_pages > 0 &&
-           loads[length].block->arena == loads[length - 1].block->arena &&
-           loads[length].block->index == loads[length - 1].block->index + 1)
-        length++;
-    return length;
+static int copy_stretch(KvRing *ring, KvRingSlot *slot, const KvRingLayer *layer, const Stretch *stretch, GpuWait wait)
+{
+    uint64_t page_bytes = layer->arenas->options.page_bytes;
+
+    if (stretch->n == 0)
+        return 0;
+    slot->filled = gpu_event_unref(slot->filled);
+    return gpu_upload(ring->gpu, GPU_QUEUE_UPLOAD, slot->buffer, stretch->to * page_bytes,
+                      stretch->arena->memory + layer->plane * stretch->arena->plane_bytes + stretch->from * page_bytes,
+                      stretch->n * page_bytes, wait, "kv tile", &slot->filled);
 }
 
-/* Queues the copies of one tile into its slot. */
+/* Queues the copies of one tile into its slot: full blocks, one after the other in an arena, are one. */
 static int slot_fill(KvRing *ring, KvRingSlot *slot, const KvTile *tile, const KvLoad *loads, const KvRingLayer *layer, GpuWait wait)
 {
-    uint64_t page_bytes = layer->arenas->options.page_bytes, block_bytes = KV_BLOCK_PAGES * page_bytes;
-    uint32_t run;
+    Stretch stretch = {0};
     int r;
 
     slot->n_loads = 0; /* until all is queued */
-    for (uint32_t i = 0; i < tile->n_loads; i += run) {
-        const KvLoad *first = &loads[tile->first_load + i];
+    for (uint32_t i = 0; i < tile->n_loads; i++) {
+        const KvLoad *load = &loads[tile->first_load + i];
 
-        run = 1;
-        if (first->n_pages == 0)
-            continue;
-        run = run_length(first, tile->n_loads - i);
-        slot->filled = gpu_event_unref(slot->filled);
-        r = gpu_upload(ring->gpu, GPU_QUEUE_UPLOAD, slot->buffer, i * block_bytes,
-                       first->block->arena->memory + kv_block_offset(layer->arenas, first->block, layer->plane, 0),
-                       (run - 1) * block_bytes + first[run - 1].n_pages * page_bytes, wait, "kv tile", &slot->filled);
-        if (r)
-            return error_trace(r);
+        for (uint32_t k = load->block->first_page; k < load->n_pages; k++) {
+            uint32_t from = load->block->pages[k], to = i * KV_BLOCK_PAGES + k;
+
+            if (stretch.arena == load->block->arena && stretch.from + stretch.n == from && stretch.to + stretch.n == to) {
+                stretch.n++;
+                continue;
+            }
+            r = copy_stretch(ring, slot, layer, &stretch, wait);
+            if (r)
+                return error_trace(r);
+            stretch = (Stretch){load->block->arena, from, to, 1};
+        }
     }
+    r = copy_stretch(ring, slot, layer, &stretch, wait);
+    if (r)
+        return error_trace(r);
     memcpy(slot->loads, &loads[tile->first_load], tile->n_loads * sizeof(KvLoad));
     slot->n_loads = tile->n_loads;
     slot->plane = layer->plane;

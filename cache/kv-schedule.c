@@ -168,9 +168,10 @@ static uint32_t item_packs(KvSchedule *schedule, const KvScheduleItem *item, uin
     return first;
 }
 
-/* One block as a group sees it: pages at home by their place in the tile's buffer, later ones in the scratch buffer. */
+/* One block as a group sees it: pages at home by their place in the tile's buffer, which is the arena (@places) or a slot of the ring, later
+ * ones in the scratch buffer. */
 static void make_ref(AttendRef *ref, const KvScheduleItem *item, const AttendGroup *group, uint32_t g, uint32_t block,
-                     uint32_t tile_place, uint32_t first_fresh)
+                     const uint32_t *places, uint32_t tile_place, uint32_t first_fresh)
 {
     uint32_t home = item->length / KV_PAGE_TOKENS, first = block * KV_BLOCK_PAGES;
     uint32_t n = MIN((uint32_t)group->n_packed - first, (uint32_t)KV_BLOCK_PAGES);
@@ -178,7 +179,7 @@ static void make_ref(AttendRef *ref, const KvScheduleItem *item, const AttendGro
     *ref = (AttendRef){.group = (int32_t)g, .block = (int32_t)block, .n_pages = (int32_t)n};
     for (uint32_t k = 0; k < n; k++)
         if (first + k < home)
-            ref->pages[k] = tile_place * KV_BLOCK_PAGES + k;
+            ref->pages[k] = places ? places[k] : tile_place * KV_BLOCK_PAGES + k;
         else
             ref->pages[k] = ATTEND_REF_FRESH | (first_fresh + first + k - home);
 }
@@ -202,7 +203,7 @@ static void tile_refs(KvSchedule *schedule, const KvScheduleItem *items, const u
             if (load >= end)
                 break;
             make_ref(&schedule->refs[schedule->n_refs++], &items[i], group, g, *block,
-                     schedule->direct ? schedule->loads[load].block->index : load - tile->first_load, first_fresh[i]);
+                     schedule->direct ? schedule->loads[load].block->pages : NULL, load - tile->first_load, first_fresh[i]);
         }
         spans[g].n_refs = (int32_t)(schedule->n_refs - tile->first_ref) - spans[g].first_ref;
     }

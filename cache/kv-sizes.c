@@ -4,8 +4,6 @@
 #include "cache/kv-sizes.h"
 #include "quant/base/checked.h"
 
-#include <string.h>
-
 /* Largest tile by default: what leaves the second read of a staged tile to a last-level cache (PERFORMANCE bar 7). */
 #define TILE_BYTES ((uint64_t)4 << 20)
 /* Growth steps of the page arenas.  Host arenas cost address space only; device arenas are memory from the start, so they begin
@@ -31,120 +29,19 @@ static int check_arguments(const GpuInfo *info, const KvModel *model, const KvPo
     return 0;
 }
 
-/* ---- layers and sections --------------------------------------------------------------------------------------------- */
-
-/* The layer with the model's own values filled in. */
-static KvLayer model_layer(const KvModel *model, uint32_t l)
-{
-    KvLayer layer = model->layers ? model->layers[l] : (KvLayer){.kind = KV_LAYER_FULL};
-
-    if (layer.shape.n_heads == 0)
-        layer.shape = model->shape;
-    if (layer.scale == 0)
-        layer.scale = model->scale;
-    if (!layer.inv_freq)
-        layer.inv_freq = model->inv_freq;
-    return layer;
-}
-
-static bool same_frequencies(const AttendOptions *a, const AttendOptions *b)
-{
-    return a->inv_freq == b->inv_freq ||
-           (a->inv_freq && b->inv_freq &&
-            memcmp(a->inv_freq, b->inv_freq, a->shape.rotary_dim / 2 * sizeof(float)) == 0);
-}
-
-static bool same_section(const KvSectionSizes *a, const KvSectionSizes *b)
-{
-    const KvShape *x = &a->attend.shape, *y = &b->attend.shape;
-
-    return a->kind == b->kind && a->home == b->home && kv_form_equal(&a->attend.form, &b->attend.form) &&
-           x->n_heads == y->n_heads && x->n_kv_heads == y->n_kv_heads && x->k_head_dim == y->k_head_dim &&
-           x->v_head_dim == y->v_head_dim && x->rotary_dim == y->rotary_dim && a->attend.scale == b->attend.scale && same_frequencies(&a->attend, &b->attend);
-}
-
-/* What says which section a layer belongs to. */
-static KvSectionSizes describe(const KvModel *model, const KvPolicy *policy, const KvLayer *layer)
-{
-    KvForm form = layer->form ? *layer->form : policy->form;
-
-    return (KvSectionSizes){
-        .kind = layer->kind,
-        .home = policy->home,
-        .attend =
-            {
-                .form = form,
-                .shape = layer->shape,
-                .exact = model->exact,
-                .tail_bits = form.kind == KV_FORM_F32 ? 32 : 16,
-                .scale = layer->scale,
-                .max_rows = model->max_rows,
-                .inv_freq = layer->inv_freq,
-                .max_pages = (policy->max_cache_tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS,
-            },
-    };
-}
-
-static int place_shared(KvSizes *sizes, const KvLayer *layer, uint32_t l, ErrorDetail *reterr)
-{
-    if (layer->source >= l || sizes->layers[layer->source].section == KV_NO_SECTION ||
-        sizes->layers[layer->source].owner != layer->source)
-        return error_detail_set(reterr, -EINVAL, "cache: layer %u shares with layer %u, which keeps nothing before it", l,
-                                layer->source);
-    sizes->layers[l] = sizes->layers[layer->source];
-    sizes->layers[l].last = true;
-    for (uint32_t i = layer->source; i < l; i++)
-        if (sizes->layers[i].owner == layer->source)
-            sizes->layers[i].last = false;
-    return 0;
-}
-
-static int place_layer(KvSizes *sizes, const KvModel *model, uint32_t l, ErrorDetail *reterr)
-{
-    const KvLayer layer = model_layer(model, l);
-    const KvSectionSizes described = describe(model, &sizes->policy, &layer);
-    uint32_t s = 0;
-
-    switch (layer.kind) {
-    case KV_LAYER_NONE:
-        sizes->layers[l] = (KvLayerPlace){.section = KV_NO_SECTION, .owner = l, .last = true};
-        return 0;
-    case KV_LAYER_SHARED:
-        return place_shared(sizes, &layer, l, reterr);
-    case KV_LAYER_FULL:
-        break;
-    }
-    while (s < sizes->n_sections && !same_section(&sizes->sections[s], &described))
-        s++;
-    if (s == sizes->n_sections)
-        sizes->sections[sizes->n_sections++] = described;
-    sizes->layers[l] =
-        (KvLayerPlace){.section = s, .plane = sizes->sections[s].n_planes++, .owner = l, .last = true};
-    return 0;
-}
-
-static int place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *reterr)
-{
-    int r;
-
-    sizes->layers = calloc(model->n_layers, sizeof(KvLayerPlace));
-    sizes->sections = calloc(model->n_layers, sizeof(KvSectionSizes));
-    if (!sizes->layers || !sizes->sections)
-        return error_origin(KV_E_HOST_MEMORY);
-    for (uint32_t l = 0; l < model->n_layers; l++) {
-        r = place_layer(sizes, model, l, reterr);
-        if (r)
-            return error_trace(r);
-    }
-    if (sizes->n_sections == 0)
-        return error_detail_set(reterr, -EINVAL, "cache: no layer has attention");
-    return 0;
-}
-
 /* ---- one section ------------------------------------------------------------------------------------------------------ */
 
+/* The most pages that one cache has: what is in sight before and after the largest pass, and what its tail can be read back from. */
+static uint32_t held_pages(const KvSizes *sizes, const KvSectionSizes *section)
+{
+    uint64_t tokens = (uint64_t)section->window + kv_ring_tokens(section->attend.form) + sizes->max_rows;
+    uint32_t all = MAX(section->max_tokens / KV_PAGE_TOKENS, 1u); /* an incomplete page is in the tail alone */
+
+    return section->window == 0 ? all : (uint32_t)MIN((uint64_t)all, tokens / KV_PAGE_TOKENS + 2);
+}
+
 /* What does not depend on the ring. */
-static int section_basics(const GpuInfo *info, const KvSizes *sizes, KvSectionSizes *section, ErrorDetail *reterr)
+static int section_basics(const KvSizes *sizes, KvSectionSizes *section, ErrorDetail *reterr)
 {
     const KvShape *shape = &section->attend.shape;
     uint64_t items = sizes->max_items, rows = sizes->max_rows, values = kv_token_values(shape);
@@ -153,15 +50,17 @@ static int section_basics(const GpuInfo *info, const KvSizes *sizes, KvSectionSi
     r = kv_layout(section->attend.form, shape, &section->layout, reterr);
     if (r)
         return error_trace(r);
-    (void)info;
+    section->max_items = sizes->max_items;
+    section->attend.max_pages = (section->max_tokens + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
     section->direct = section->home == KV_HOME_DEVICE || sizes->policy.transfer == KV_TRANSFER_ZERO_COPY;
-    section->max_blocks = (sizes->policy.max_cache_tokens + KV_BLOCK_TOKENS - 1) / KV_BLOCK_TOKENS;
+    section->max_blocks = (section->max_tokens + KV_BLOCK_TOKENS - 1) / KV_BLOCK_TOKENS;
+    section->held_pages = held_pages(sizes, section);
     /* n rows that start anywhere in a page touch at most (n + 62) / 32 pages, and complete at most (n + 31) / 32. */
     section->max_groups = (uint32_t)MIN(rows, (62 * items + rows) / KV_PAGE_TOKENS);
     /* A refill after a crop needs the pages of a ring. */
     section->max_packs = (uint32_t)MAX((uint64_t)kv_ring_tokens(section->attend.form) / KV_PAGE_TOKENS, (31 * items + rows) / KV_PAGE_TOKENS);
     section->block_layer_bytes = (uint64_t)KV_BLOCK_PAGES * section->layout.page_bytes;
-    section->block_bytes = section->block_layer_bytes * section->n_planes;
+    section->page_bytes = (uint64_t)section->layout.page_bytes * section->n_planes;
     section->tail_layer_bytes = (uint64_t)(kv_ring_tokens(section->attend.form) + section->attend.form.sink_tokens) * values *
                                 (section->attend.tail_bits / 8);
     section->tail_layer_bytes = (section->tail_layer_bytes + 63) & ~(uint64_t)63;
@@ -192,33 +91,46 @@ static bool section_totals(const KvSizes *sizes, KvSectionSizes *section)
     return checked_align(bytes, 64, &section->inputs_bytes);
 }
 
+static uint64_t whole_frames(uint64_t n_pages)
+{
+    return (n_pages + KV_BLOCK_PAGES - 1) / KV_BLOCK_PAGES * KV_BLOCK_PAGES;
+}
+
 static int section_arenas(const GpuInfo *info, const KvSizes *sizes, KvSectionSizes *section, ErrorDetail *reterr)
 {
-    uint64_t wanted = (uint64_t)section->max_blocks * sizes->n_sequences, limit;
+    uint64_t wanted = (uint64_t)section->held_pages * sizes->n_sequences, limit, first;
     bool device = section->home == KV_HOME_DEVICE, fixed = sizes->policy.growth == KV_GROWTH_STATIC;
 
-    limit = (device ? DEVICE_ARENA_BYTES : HOST_ARENA_BYTES) / section->block_bytes;
+    limit = (device ? DEVICE_ARENA_BYTES : HOST_ARENA_BYTES) / section->page_bytes / KV_BLOCK_PAGES * KV_BLOCK_PAGES;
     if (fixed)
-        limit = MAX(limit, (uint64_t)section->max_blocks); /* one arena a cache where the device allows it */
-    limit = MAX(limit, (uint64_t)1);
+        limit = MAX(limit, (uint64_t)section->held_pages); /* one arena a cache where the device allows it */
+    limit = MAX(limit, (uint64_t)KV_BLOCK_PAGES);
     if (section->direct)
-        limit = MIN(limit, info->max_allocation_bytes / section->block_bytes);
-    if (limit == 0)
+        limit = MIN(limit, info->max_allocation_bytes / section->page_bytes);
+    if (limit < MIN(section->held_pages, (uint32_t)KV_BLOCK_PAGES))
         return error_detail_set(reterr, KV_E_DEVICE_MEMORY,
                                 "cache: a block of pages has %llu bytes, the device allocates at most %llu",
-                                (unsigned long long)section->block_bytes, (unsigned long long)info->max_allocation_bytes);
-    section->max_arena_blocks = (uint32_t)MIN(limit, wanted);
-    section->first_arena_blocks = section->max_arena_blocks;
+                                (unsigned long long)(KV_BLOCK_PAGES * section->page_bytes),
+                                (unsigned long long)info->max_allocation_bytes);
+    section->max_arena_pages = (uint32_t)MIN(limit, fixed ? wanted : whole_frames(wanted));
+    first = section->max_arena_pages;
     if (fixed)
-        section->first_arena_blocks = MIN(section->max_blocks, section->max_arena_blocks);
+        first = section->held_pages;
     else if (device)
-        section->first_arena_blocks = MIN(MIN(section->max_blocks, (uint32_t)DEVICE_FIRST_BLOCKS), section->max_arena_blocks);
+        first = MIN(whole_frames(section->held_pages), (uint64_t)DEVICE_FIRST_BLOCKS * KV_BLOCK_PAGES);
+    section->first_arena_pages = (uint32_t)MIN(first, (uint64_t)section->max_arena_pages);
     if (device)
-        section->device_blocks = fixed ? section->max_blocks : section->first_arena_blocks;
+        section->device_pages = fixed ? section->held_pages : section->first_arena_pages;
     return 0;
 }
 
 /* ---- the ring and the budget ------------------------------------------------------------------------------------------- */
+
+/* Blocks that so many pages, which may begin within one, are in. */
+static uint32_t most_blocks(const KvSectionSizes *section)
+{
+    return MIN(section->held_pages / KV_BLOCK_PAGES + 2, section->max_blocks);
+}
 
 /* Slots of the ring and blocks a tile within @budget_bytes; a slot holds a tile of any section. */
 static int ring_size(KvSizes *sizes, uint64_t budget_bytes, ErrorDetail *reterr)
@@ -241,7 +153,7 @@ static int ring_size(KvSizes *sizes, uint64_t budget_bytes, ErrorDetail *reterr)
 
         if (sizes->policy.tile_blocks > 0)
             blocks = sizes->policy.tile_blocks;
-        blocks = MIN(blocks, (uint64_t)section->max_blocks * sizes->n_sequences);
+        blocks = MIN(blocks, (uint64_t)most_blocks(section) * sizes->n_sequences);
         if (!section->direct) {
             blocks = MIN(blocks, budget_bytes / n_slots / block);
             sizes->tile_bytes = MAX(sizes->tile_bytes, blocks * block);
@@ -252,10 +164,27 @@ static int ring_size(KvSizes *sizes, uint64_t budget_bytes, ErrorDetail *reterr)
     return 0;
 }
 
+/* What of @rest the ring may have: windows that stay on the device come first, as long as two blocks are left to stream through. */
+static uint64_t ring_budget(const KvSizes *sizes, uint64_t rest)
+{
+    uint64_t pages = 0, least = 0;
+
+    for (uint32_t s = 0; s < sizes->n_sections; s++) {
+        const KvSectionSizes *section = &sizes->sections[s];
+
+        if (section->home == KV_HOME_DEVICE)
+            pages += (uint64_t)section->held_pages * sizes->n_sequences * section->page_bytes;
+        else
+            least = MAX(least, 2 * section->block_layer_bytes);
+    }
+    least = MIN(rest, least);
+    return rest - MIN(pages, rest - least);
+}
+
 /* What the policy's device budget leaves once tails and the scratch for fresh pages are paid. */
 static int budget_rest(const KvSizes *sizes, uint64_t *ret, ErrorDetail *reterr)
 {
-    uint64_t fixed = sizes->tail_slot_bytes * sizes->n_sequences + 2 * sizes->fresh_bytes;
+    uint64_t fixed = (sizes->tail_slot_bytes + 2 * sizes->state_slot_bytes) * sizes->n_sequences + 2 * sizes->fresh_bytes;
 
     *ret = UINT64_MAX;
     if (sizes->policy.device_budget_bytes == 0)
@@ -280,7 +209,7 @@ static int plan_section(const GpuInfo *info, const KvSectionSizes *section, KvPl
     plan->operand_bytes += attend_bytes + section->inputs_bytes + section->n_planes * section->calibration_layer_bytes;
     if (section->home == KV_HOME_HOST)
         plan->host_bytes_per_token += (uint64_t)section->n_planes * section->layout.page_bytes / KV_PAGE_TOKENS;
-    plan->device_page_bytes += section->device_blocks * section->block_bytes;
+    plan->device_page_bytes += section->device_pages * section->page_bytes;
     return 0;
 }
 
@@ -296,7 +225,7 @@ static int plan_fill(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
     }
     plan->n_slots = sizes->tile_bytes > 0 ? sizes->policy.n_slots : 0;
     plan->staging_bytes = 2 * sizes->fresh_bytes + plan->n_slots * sizes->tile_bytes;
-    plan->tail_bytes = sizes->n_sequences * sizes->tail_slot_bytes;
+    plan->tail_bytes = sizes->n_sequences * (sizes->tail_slot_bytes + 2 * sizes->state_slot_bytes);
     for (uint32_t s = 0; s < sizes->n_sections; s++) /* of what is staged, else of what is read in place */
         if (plan->tile_blocks == 0 || (plan->n_slots > 0 && !sizes->sections[s].direct))
             plan->tile_blocks = sizes->sections[s].tile_blocks;
@@ -310,21 +239,23 @@ static int plan_fill(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
 
 /* ---- all of it ------------------------------------------------------------------------------------------------------------ */
 
-static int all_basics(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
+static int all_basics(KvSizes *sizes, ErrorDetail *reterr)
 {
     int r;
 
     for (uint32_t s = 0; s < sizes->n_sections; s++) {
         KvSectionSizes *section = &sizes->sections[s];
 
-        r = section_basics(info, sizes, section, reterr);
+        r = section_basics(sizes, section, reterr);
         if (r)
             return error_trace(r);
         section->tail_offset = sizes->tail_slot_bytes;
         sizes->tail_slot_bytes += section->tail_layer_bytes * section->n_planes;
-        /* Beside the pages, the gate of kv-pass.c. */
+        /* Beside the pages, the gate of kv-pass-layer.c. */
         sizes->fresh_bytes = MAX(sizes->fresh_bytes, (uint64_t)section->max_packs * section->layout.page_bytes + 128);
     }
+    if (sizes->n_sections == 0) /* states only; buffers are never empty */
+        sizes->tail_slot_bytes = sizes->fresh_bytes = 128;
     return 0;
 }
 
@@ -335,19 +266,19 @@ static int compute(const GpuInfo *info, const KvModel *model, KvSizes *sizes, Er
 
     r = check_arguments(info, model, &sizes->policy, reterr);
     if (!r)
-        r = place_layers(sizes, model, reterr);
+        r = kv_sizes_place_layers(sizes, model, reterr);
     if (r)
         return error_trace(r);
     if (sizes->policy.home == KV_HOME_HOST && sizes->policy.transfer == KV_TRANSFER_AUTO)
         sizes->policy.transfer = info->unified_memory ? KV_TRANSFER_ZERO_COPY : KV_TRANSFER_COPY;
-    r = all_basics(info, sizes, reterr);
+    r = all_basics(sizes, reterr);
     if (!r)
         r = budget_rest(sizes, &rest, reterr);
     if (!r)
-        r = ring_size(sizes, rest, reterr);
+        r = ring_size(sizes, rest == UINT64_MAX ? rest : ring_budget(sizes, rest), reterr);
     if (r)
         return error_trace(r);
-    sizes->device_page_limit_bytes = rest;
+    sizes->device_page_limit_bytes = rest == UINT64_MAX ? rest : rest - sizes->policy.n_slots * sizes->tile_bytes;
     for (uint32_t s = 0; s < sizes->n_sections; s++) {
         if (!section_totals(sizes, &sizes->sections[s]))
             return error_detail_set(reterr, -EINVAL, "cache: %u sequences of %u tokens are too many", model->max_sequences,

@@ -15,21 +15,25 @@
 typedef struct KvSectionSizes {
     KvLayerKind kind;
     KvHome home;
+    uint32_t window;
     KvLayout layout;
     AttendOptions attend; /* inv_freq is borrowed from the model */
     bool direct;          /* tiles are read where the pages live, not from the ring */
     uint32_t n_planes;    /* layers that keep something */
 
-    uint32_t max_blocks; /* of one cache */
+    uint32_t max_items;
+    uint32_t max_tokens;  /* of one cache: of its own, or of encoder output */
+    uint32_t max_blocks;  /* for so many tokens */
+    uint32_t held_pages;  /* the most that one cache has at a time, unless it is recorded: fewer where a window passes over them */
     uint32_t max_groups, max_loads, max_tiles, max_refs, max_packs; /* of one pass */
     uint32_t tile_blocks;
 
     uint64_t block_layer_bytes; /* one block of pages, one layer */
-    uint64_t block_bytes;       /* all planes */
+    uint64_t page_bytes;        /* a page of all planes */
     uint64_t tail_offset, tail_layer_bytes; /* its part of a tail slot, and a layer of it */
     uint64_t calibration_layer_bytes, inputs_bytes;
 
-    uint32_t first_arena_blocks, max_arena_blocks, device_blocks /* home device: there from the start to the end */;
+    uint32_t first_arena_pages, max_arena_pages, device_pages /* home device: there from the start to the end */;
 } KvSectionSizes;
 
 /* Where a layer is. */
@@ -38,6 +42,8 @@ typedef struct KvLayerPlace {
     uint32_t plane;
     uint32_t owner;   /* the layer that writes the plane: itself, or a shared layer's source */
     bool last;        /* no later layer reads the plane in a pass */
+    bool has_state;
+    uint64_t conv_offset, recurrent_offset; /* in a slot of states */
 } KvLayerPlace;
 
 typedef struct KvSizes {
@@ -45,7 +51,7 @@ typedef struct KvSizes {
     uint32_t n_layers, n_sections, n_sequences, max_items, max_rows;
     KvLayerPlace *layers;     /* (n_layers) */
     KvSectionSizes *sections; /* (n_sections) */
-    uint64_t tile_bytes, fresh_bytes, tail_slot_bytes;
+    uint64_t tile_bytes, fresh_bytes, tail_slot_bytes, state_slot_bytes /* 0: no layer has a state */;
     uint64_t device_page_limit_bytes; /* what the policy's budget leaves for pages; UINT64_MAX: no limit of ours */
     KvPlan plan;
 } KvSizes;
@@ -55,3 +61,5 @@ typedef struct KvSizes {
 /* 0, KV_E_DEVICE_MEMORY when not even one block a tile fits, KV_E_HOST_MEMORY, or -EINVAL / -ENOTSUP; the detail names the culprit. */
 int kv_sizes_compute(const GpuInfo *info, const KvModel *model, const KvPolicy *policy, KvSizes *ret, ErrorDetail *reterr);
 void kv_sizes_deinit(KvSizes *sizes);
+/* The part of it that finds each layer's place, and what tells the sections apart.  KV_E_HOST_MEMORY or -EINVAL. */
+int kv_sizes_place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *reterr);

@@ -7,31 +7,42 @@
 #include "cache/kv-ring.h"
 #include "cache/kv-schedule.h"
 #include "cache/kv-sizes.h"
-#include "cache/kv-tail.h"
+#include "cache/kv-states.h"
 
 #define KV_CHECKPOINTS_NEW 8 /* the newest are all kept; */
 #define KV_CHECKPOINTS_MAX 16 /* older ones evenly spaced */
 
-/* A sequence's past in one section. */
+/* A sequence's past in one section: blocks [first_block, n_blocks) hold its pages, up to ceil(tokens / KV_BLOCK_TOKENS) between
+ * passes; those before are out of sight and gone. */
 typedef struct KvSectionPast {
     uint32_t tail_from; /* the tail ring holds positions [tail_from, length) */
-    uint32_t n_blocks;  /* blocks that hold pages, ceil(length / KV_PAGE_TOKENS / KV_BLOCK_PAGES) between passes */
-    KvBlock **blocks;   /* (max_blocks) */
+    uint32_t first_block, n_blocks;
+    KvBlock **blocks; /* (max_blocks) */
 } KvSectionPast;
+
+/* What a checkpoint keeps of a section.  Windows only: the blocks in sight then; the others' are there as long as the sequence is. */
+typedef struct KvMark {
+    uint32_t tail_from, first_block, n_blocks;
+    KvBlock **blocks; /* (n_blocks - first_block), or NULL */
+} KvMark;
 
 /* A place to crop back to. */
 typedef struct KvCheckpoint {
     uint32_t length;
-    uint64_t made; /* the store's clock: the oldest gives way when the host budget is short */
-    KvSaved *saved;
-    uint32_t tail_from[]; /* (n_sections) */
+    uint64_t made;    /* the store's clock: the oldest gives way when the host budget is short */
+    KvSaved *saved;   /* the tail */
+    KvSaved *state;   /* NULL: no layer has one */
+    KvMark marks[];   /* (n_sections) */
 } KvCheckpoint;
 
 /* A sequence's past.  Caches own one each; a fork begins with a copy, which costs pointers. */
 typedef struct KvPast {
     KvStore *store;
-    uint32_t length;
+    uint32_t length, cross_length;
+    bool recording;
+    uint32_t record_from; /* recording: what the query at this position saw is kept */
     KvTail *tail; /* NULL: empty past */
+    KvStates states;
     uint32_t n_checkpoints;
     KvCheckpoint *checkpoints[KV_CHECKPOINTS_MAX]; /* by length */
     KvSectionPast sections[];                      /* (n_sections); their arrays of blocks lie behind */
@@ -59,7 +70,8 @@ typedef struct KvPassEntry {
 struct KvPass {
     KvStore *store;
     bool active;
-    uint32_t n_entries, n_layers_done; /* layers without attention count as done */
+    bool cross; /* it writes encoder output */
+    uint32_t n_entries, n_layers_done; /* layers that the pass has nothing to do with count as done */
     bool layer_started;
     KvPassEntry *entries; /* (max items) */
 };
@@ -83,6 +95,7 @@ struct KvStore {
     KvBudget host_budget, device_budget;
     KvSection *sections; /* (n_sections) */
     KvTails tails;
+    KvTails states; /* n_slots 0: no layer has a state */
     KvRing ring;
     KvScheduleItem *items; /* (max items): scratch of kv_pass_begin() and kv_pass_prefetch() */
     KvPass pass;
@@ -129,9 +142,32 @@ void kv_store_unreserve(KvStore *store);
 KvPast *kv_past_new(KvStore *store);
 KvPast *kv_past_copy(const KvPast *past);
 KvPast *kv_past_free(KvPast *past); /* takes NULL, returns NULL */
-/* Keeps blocks for @length tokens, checkpoints up to it. */
+/* Keeps blocks for @length tokens, checkpoints up to it; of encoder output all. */
 void kv_past_drop_beyond(KvPast *past, uint32_t length);
+/* Lets go of blocks that are out of sight. */
+void kv_past_drop_unseen(KvPast *past);
+/* As new. */
+void kv_past_clear(KvPast *past);
 void kv_past_drop_checkpoint(KvPast *past, uint32_t index);
+KvCheckpoint *kv_checkpoint_new(const KvStore *store);
+KvCheckpoint *kv_checkpoint_free(const KvStore *store, KvCheckpoint *checkpoint); /* takes NULL, returns NULL */
+DEFINE_CLEANUP(KvPast, kv_past_free)
+
+static inline bool kv_section_is_cross(const KvSection *section)
+{
+    return section->sizes->kind == KV_LAYER_CROSS;
+}
+
+static inline bool kv_section_is_windowed(const KvSection *section)
+{
+    return section->sizes->window > 0;
+}
+
+/* Tokens that a section has of the sequence. */
+static inline uint32_t kv_past_tokens(const KvPast *past, uint32_t s)
+{
+    return past->store->sizes.sections[s].kind == KV_LAYER_CROSS ? past->cross_length : past->length;
+}
 
 /* The lowest position that a sequence of this length needs in full precision, to go on. */
 static inline uint32_t kv_needed_from(const KvSection *section, uint32_t length)
@@ -139,13 +175,41 @@ static inline uint32_t kv_needed_from(const KvSection *section, uint32_t length)
     return kv_packed_pages(section->sizes->attend.form, length) * KV_PAGE_TOKENS;
 }
 
+/* The first page that a sequence of this length needs, to go on or to read its tail back. */
+static inline uint32_t kv_kept_page(const KvSection *section, uint32_t length)
+{
+    uint32_t needed = kv_needed_from(section, length);
+
+    return section->sizes->window == 0 ? 0 : needed / KV_PAGE_TOKENS;
+}
+
+static inline uint32_t kv_section_first_page(const KvSectionPast *section)
+{
+    bool any = section->first_block < section->n_blocks;
+
+    return section->first_block * KV_BLOCK_PAGES + (any ? section->blocks[section->first_block]->first_page : 0);
+}
+
 static inline uint32_t kv_blocks_of(uint32_t length)
 {
     return (length / KV_PAGE_TOKENS + KV_BLOCK_PAGES - 1) / KV_BLOCK_PAGES;
 }
 
-/* Makes room for the entry's tokens in all sections: claims or copies the incomplete block, takes new ones.  KvError or negative
- * errno; then kv_cache_shrink() undoes what was done. */
+/* Layers that the pass has nothing to do with are done when those before them are. */
+void kv_pass_skip_layers(KvPass *pass);
+
+/* Recording: a checkpoint, when a pass of @n_tokens is going to overwrite recent tokens that a packed form needs to go back. */
+int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens);
+static inline bool kv_section_is_packed(const KvSection *section)
+{
+    return kv_form_is_coded(section->sizes->attend.form);
+}
+
+void kv_cache_link(KvCache *cache, KvStore *store);
+void kv_cache_unlink(KvCache *cache);
+
+/* Makes room for the entry's tokens in the sections that the pass writes: claims or copies the incomplete block, takes new ones.  KvError
+ * or negative errno; then kv_cache_shrink() undoes what was done. */
 int kv_cache_grow(KvCache *cache, KvPassEntry *entry, ErrorDetail *reterr);
 void kv_cache_shrink(KvPassEntry *entry);
 /* The tail rings were overwritten up to position @end: goes back to where they are exact (kv_pass_abort). */

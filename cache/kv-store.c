@@ -76,10 +76,10 @@ int kv_store_reserve(KvStore *store, ErrorDetail *reterr)
     if (store->sizes.policy.growth != KV_GROWTH_STATIC)
         return 0;
     for (uint32_t s = 0; s < store->sizes.n_sections; s++) {
-        r = kv_arenas_reserve(&store->sections[s].arenas, store->sections[s].sizes->max_blocks, reterr);
+        r = kv_arenas_reserve(&store->sections[s].arenas, store->sections[s].sizes->held_pages, reterr);
         if (r) {
             while (s-- > 0)
-                kv_arenas_unreserve(&store->sections[s].arenas, store->sections[s].sizes->max_blocks);
+                kv_arenas_unreserve(&store->sections[s].arenas, store->sections[s].sizes->held_pages);
             return error_trace(r);
         }
     }
@@ -89,7 +89,7 @@ int kv_store_reserve(KvStore *store, ErrorDetail *reterr)
 void kv_store_unreserve(KvStore *store)
 {
     for (uint32_t s = 0; s < store->sizes.n_sections && store->sizes.policy.growth == KV_GROWTH_STATIC; s++)
-        kv_arenas_unreserve(&store->sections[s].arenas, store->sections[s].sizes->max_blocks);
+        kv_arenas_unreserve(&store->sections[s].arenas, store->sections[s].sizes->held_pages);
 }
 
 /* ---- construction --------------------------------------------------------------------------------------------------------- */
@@ -139,9 +139,9 @@ static void new_arenas(KvStore *store, KvSection *section)
                                          .fixed = store->sizes.policy.growth == KV_GROWTH_STATIC,
                                          .n_layers = sizes->n_planes,
                                          .page_bytes = sizes->layout.page_bytes,
-                                         .first_blocks = sizes->first_arena_blocks,
-                                         .max_blocks = sizes->max_arena_blocks,
-                                         .keep_blocks = sizes->device_blocks,
+                                         .first_pages = sizes->first_arena_pages,
+                                         .max_pages = sizes->max_arena_pages,
+                                         .keep_pages = sizes->device_pages,
                                          .device_budget = &store->device_budget,
                                          .host_budget = &store->host_budget,
                                      });
@@ -168,7 +168,7 @@ static int new_section(KvStore *store, uint32_t s, const KvModel *model, ErrorDe
         return error_trace(kv_error(r));
     r = upload_calibration(store, s, model, reterr);
     if (!r)
-        r = kv_arenas_prepare(&section->arenas, sizes->device_blocks, reterr);
+        r = kv_arenas_prepare(&section->arenas, sizes->device_pages, reterr);
     return error_trace(r);
 }
 
@@ -223,6 +223,8 @@ static int new_shared(KvStore *store, ErrorDetail *reterr)
     if (r)
         return error_trace(kv_error(r));
     r = kv_tails_init(&store->tails, store->gpu, sizes->n_sequences, sizes->tail_slot_bytes, &store->host_budget, reterr);
+    if (!r && sizes->state_slot_bytes > 0)
+        r = kv_tails_init(&store->states, store->gpu, 2 * sizes->n_sequences, sizes->state_slot_bytes, &store->host_budget, reterr);
     if (!r)
         r = kv_ring_init(&store->ring, store->gpu, sizes, reterr);
     if (r)
@@ -281,6 +283,7 @@ KvStore *kv_store_free(KvStore *store)
         kv_arenas_deinit(&store->sections[s].arenas);
     kv_ring_deinit(&store->ring);
     kv_tails_deinit(&store->tails);
+    kv_tails_deinit(&store->states);
     for (uint32_t l = 0; store->home_events && l < store->sizes.n_layers; l++)
         (void)gpu_event_unref(store->home_events[l]);
     (void)gpu_event_unref(store->last_home);

@@ -37,6 +37,7 @@ typedef enum KvStrategy {
     KV_STRATEGY_OFFLOADED_STATIC,
     KV_STRATEGY_QUANTIZED,
     KV_STRATEGY_OFFLOADED_QUANTIZED, /* the default */
+    KV_STRATEGY_NONE, /* no cache: as dynamic, and whoever runs passes clears the cache and runs all tokens again each time */
     KV_STRATEGY_X_MAX,
     KV_STRATEGY_X_INVALID = -EINVAL,
 } KvStrategy;
@@ -49,6 +50,7 @@ typedef struct KvPolicy {
     KvGrowth growth;
     KvHome home;
     KvForm form;
+    bool offload_only_non_sliding; /* home host: sliding and chunked layers stay on the device, unquantised */
     KvTransfer transfer;
     uint32_t n_slots;              /* staging buffers of the ring, 1-8 */
     uint32_t max_cache_tokens;     /* static: reserved; dynamic: refused beyond */
@@ -62,19 +64,24 @@ KvPolicy kv_policy_preset(KvStrategy strategy, bool exact);
 
 /* What a layer keeps of the past, and which keys a query at position i sees of it. */
 typedef enum KvLayerKind {
-    KV_LAYER_FULL,   /* all: [0, i] */
-    KV_LAYER_SHARED, /* what an earlier layer keeps, by that layer's rules */
-    KV_LAYER_NONE,   /* nothing: kv_pass_layer() is not called for it */
+    KV_LAYER_FULL,    /* all: [0, i] */
+    KV_LAYER_SLIDING, /* the last `window`: (i - window, i] */
+    KV_LAYER_CHUNKED, /* those of the same chunk: [i / window * window, i] */
+    KV_LAYER_CROSS,   /* all keys of an encoder's output, written once (kv_cross_begin) */
+    KV_LAYER_SHARED,  /* what an earlier layer keeps, by that layer's rules */
+    KV_LAYER_NONE,    /* no keys: nothing, or a state only; kv_pass_layer() is not called for it */
 } KvLayerKind;
 
-/* One layer; where a field is zero the model's own value holds. */
+/* One layer; where a field is zero the model's own value holds.  A layer with state bytes is recurrent (kind none) or hybrid. */
 typedef struct KvLayer {
     KvLayerKind kind;
+    uint32_t window;       /* sliding, chunked */
     uint32_t source;       /* shared: the layer whose keys and values it reads, not a shared one itself; its shape and form hold */
     KvShape shape;
     float scale;
     const float *inv_freq;
     const KvForm *form;    /* instead of the policy's, for this layer; borrowed during kv_store_new() */
+    uint64_t conv_bytes, recurrent_bytes; /* of one sequence's state: kv_pass_state() */
 } KvLayer;
 
 /* What the store must know of the model. */
@@ -88,6 +95,7 @@ typedef struct KvModel {
     bool exact;
     uint32_t max_rows;               /* rows of the largest pass */
     uint32_t max_sequences;          /* tail slots */
+    uint32_t max_cross_tokens;       /* longest encoder output; 0: there are no cross layers */
 } KvModel;
 
 typedef struct KvStore KvStore;
@@ -100,6 +108,7 @@ typedef enum KvError {
     KV_E_HOST_MEMORY,   /* the host budget or the system refuses */
     KV_E_CONTEXT,       /* beyond max_cache_tokens */
     KV_E_DEVICE,        /* GPU_E_HUNG or GPU_E_LOST below; see the detail */
+    KV_E_ROLLBACK,      /* what going back there would need has not been recorded */
 } KvError;
 
 int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr);
@@ -111,7 +120,7 @@ const KvPolicy *kv_store_policy(const KvStore *store); /* with every automatic v
  * that are read in place are not device memory). */
 typedef struct KvPlan {
     uint64_t staging_bytes;     /* the ring, and scratch for the pages that a pass completes */
-    uint64_t tail_bytes;        /* max_sequences tail slots */
+    uint64_t tail_bytes;        /* max_sequences tail slots, and twice as many slots of states */
     uint64_t operand_bytes;     /* the kernels' operands, step inputs, calibration */
     uint64_t device_page_bytes; /* home device: pages of one static cache, or the first step of growth */
     uint64_t host_bytes_per_token;
@@ -127,9 +136,16 @@ int kv_cache_fork(KvCache *cache, KvCache **ret, ErrorDetail *reterr);
 uint32_t kv_cache_length(const KvCache *cache);
 
 /* Keeps at most the first n_keep tokens.  A packed form can go on exactly only from a place whose recent tokens are still there in
- * full precision (the live tail or a checkpoint), so @ret_length <= n_keep is what is left: the caller runs tokens
- * [ret_length, n_keep) again.  Unquantised forms always keep n_keep. */
+ * full precision (the live tail or a checkpoint), a windowed layer only where its window is, a state only where it was kept (the end of
+ * a recorded pass, a checkpoint); so @ret_length <= n_keep is what is left: the caller runs tokens [ret_length, n_keep) again.
+ * Unquantised full layers always keep n_keep. */
 int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDetail *reterr);
+/* What it would leave. */
+uint32_t kv_cache_crop_length(const KvCache *cache, uint32_t n_keep);
+/* From now on tokens can be taken back, to the end of each pass at least: windows are kept, the states after each pass, and recent tokens
+ * before they are overwritten.  That costs memory until the next kv_caches_crop(), which begins anew; @on false, kv_cache_clear() and
+ * a crop to nothing end it.  -EBUSY. */
+int kv_cache_record(KvCache *cache, bool on);
 /* Saves the live tail in host memory as a place to crop back to.  Kept are the newest few and older ones evenly spaced; their bytes
  * count in the host budget, and when that is short the oldest of the store give way before anything is refused.  KvError. */
 int kv_cache_checkpoint(KvCache *cache);
@@ -144,6 +160,21 @@ typedef struct KvBytes {
 } KvBytes;
 void kv_cache_bytes(const KvCache *cache, KvBytes *ret);
 
+/* ---- sets of caches of one store, one a row of a batch: all rows or none, and none of them in a pass --------------------------- */
+
+/* Row r becomes what row rows[r] was: pages are shared.  The first min(n, n_rows) caches stay, others are freed or, in @caches, which has
+ * room for the larger number, made.  A static cache that is made reserves its own capacity. */
+int kv_caches_select(KvCache **caches, uint32_t n, const uint32_t *rows, uint32_t n_rows, ErrorDetail *reterr);
+int kv_caches_reorder(KvCache **caches, uint32_t n, const uint32_t *rows, ErrorDetail *reterr);
+/* Each row @n_times in a row. */
+int kv_caches_repeat(KvCache **caches, uint32_t n, uint32_t n_times, ErrorDetail *reterr);
+/* Takes the last -n_tokens (<= 0) tokens from each row and lets go of what was recorded.  As in kv_cache_crop() a row may be left shorter,
+ * with @ret_lengths[i] tokens, though never than when its recording began.  -EINVAL for n_tokens > 0 or more than there are, KV_E_ROLLBACK
+ * when a row would lose more than was recorded. */
+int kv_caches_crop(KvCache *const *caches, uint32_t n, int64_t n_tokens, uint32_t *ret_lengths, ErrorDetail *reterr);
+
+/* ---- passes ---------------------------------------------------------------------------------------------------------------------- */
+
 /* New rows of one cache in a pass: positions length .. length + n_tokens - 1. */
 typedef struct KvPassItem {
     KvCache *cache;
@@ -157,6 +188,13 @@ int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvP
 /* For each layer with attention, in order: append and attend.  qkv as in opencl/attend.h, before RoPE.  A shared layer's holds its own
  * queries beside the keys and values that its source had in this pass. */
 int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr);
+/* Where the states of a layer with state bytes are, for item @item of the pass: the layer's kernels read what was before its tokens (of an
+ * empty past zeros) and write what is after them, all of it, on the compute queue; not in place.  Offsets are multiples of 64. */
+typedef struct KvState {
+    GpuBuffer *buffer;
+    uint64_t conv_from, recurrent_from, conv_to, recurrent_to;
+} KvState;
+int kv_pass_state(KvPass *pass, uint32_t layer, uint32_t item, KvState *ret, ErrorDetail *reterr);
 /* All layers are queued: starts the prefetch of the next pass's first tiles (same caches), which runs while the head does. */
 int kv_pass_prefetch(KvPass *pass);
 /* After gpu_step_finish() returned 0: the caches' lengths grow.  Frees the pass. */

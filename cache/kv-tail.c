@@ -47,7 +47,7 @@ KvSaved *kv_saved_unref(KvSaved *saved)
     return NULL;
 }
 
-static int saved_new(KvTails *tails, KvSaved **ret, ErrorDetail *reterr)
+int kv_saved_new(KvTails *tails, KvSaved **ret, ErrorDetail *reterr)
 {
     KvSaved *saved;
 
@@ -122,7 +122,7 @@ int kv_tail_save(KvTail *tail, KvSaved **ret, ErrorDetail *reterr)
     int r;
 
     if (!tail->saved) {
-        r = saved_new(tails, &saved, reterr);
+        r = kv_saved_new(tails, &saved, reterr);
         if (r)
             return error_trace(r);
         r = gpu_download(tails->gpu, GPU_QUEUE_COMPUTE, tails->buffer, (uint64_t)tail->slot * tails->slot_bytes, saved->memory,
@@ -213,4 +213,28 @@ int kv_tails_acquire(KvTails *tails, KvTail **tail, ErrorDetail *reterr)
     own->saved = NULL;
     own->used = tails->clock;
     return 0;
+}
+
+int kv_tails_pin(KvTails *tails, KvTail *tail, ErrorDetail *reterr)
+{
+    int32_t slot;
+    int r;
+
+    if (tail->slot < 0) {
+        r = tails_free_slot(tails, &slot, reterr);
+        if (r == 0)
+            r = kv_error(tail_fill(tails, tail, slot));
+        if (r)
+            return error_trace(r);
+        tail->slot = slot;
+        tails->slots[slot] = tail;
+    }
+    tail->used = tails->clock;
+    return 0;
+}
+
+int kv_tails_zero(KvTails *tails, const KvTail *tail)
+{
+    return kv_error(gpu_fill_zero(tails->gpu, GPU_QUEUE_COMPUTE, tails->buffer, (uint64_t)tail->slot * tails->slot_bytes,
+                                  tails->slot_bytes));
 }

@@ -53,8 +53,14 @@ void kv_tails_next_pass(KvTails *tails);
 /* Makes *@tail (NULL: an empty past) private and resident.  At most n_slots times a pass.  KvError or negative errno; then *@tail is
  * as before, though it may have moved to host memory. */
 int kv_tails_acquire(KvTails *tails, KvTail **tail, ErrorDetail *reterr);
+/* Makes @tail resident, to be read in the pass, whoever shares it. */
+int kv_tails_pin(KvTails *tails, KvTail *tail, ErrorDetail *reterr);
+/* Fills the slot of a resident tail with zeros. */
+int kv_tails_zero(KvTails *tails, const KvTail *tail);
 /* A copy of the tail in host memory, with a reference for the caller.  KvError or negative errno. */
 int kv_tail_save(KvTail *tail, KvSaved **ret, ErrorDetail *reterr);
+/* Host memory of a tail's size, its contents undefined.  KvError. */
+int kv_saved_new(KvTails *tails, KvSaved **ret, ErrorDetail *reterr);
 /* A tail that is not on the device but saved in @saved (a reference of its own is taken); NULL when memory is short. */
 KvTail *kv_tail_new_from(KvTails *tails, KvSaved *saved);
 

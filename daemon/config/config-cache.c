@@ -35,6 +35,15 @@ static int cache_set_max_cache_len(ConfigCache *cache, const char *text, ErrorDe
     return 0;
 }
 
+static int cache_set_offload_only_non_sliding(ConfigCache *cache, const char *text, ErrorDetail *reterr)
+{
+    int r = config_value_bool(text, &cache->offload_only_non_sliding, reterr);
+
+    if (!r)
+        cache->has_offload_only_non_sliding = true;
+    return r;
+}
+
 static int cache_set_prefetch(ConfigCache *cache, const char *text, ErrorDetail *reterr)
 {
     uint64_t value;
@@ -87,6 +96,7 @@ static const struct {
 } cache_keys[] = {
     {"strategy", cache_set_strategy},
     {"max_cache_len", cache_set_max_cache_len},
+    {"offload_only_non_sliding", cache_set_offload_only_non_sliding},
     {"prefetch", cache_set_prefetch},
     {"transfer", cache_set_transfer},
     {"host-memory", cache_set_host_memory},
@@ -198,6 +208,7 @@ static void config_cache_overlay(ConfigCache *to, const ConfigCache *from)
     }
     OVERLAY(has_strategy, strategy)
     OVERLAY(has_max_cache_len, max_cache_len)
+    OVERLAY(has_offload_only_non_sliding, offload_only_non_sliding)
     OVERLAY(has_prefetch, prefetch)
     OVERLAY(has_transfer, transfer)
     OVERLAY(has_host_memory, host_memory_bytes)
@@ -227,6 +238,12 @@ int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact,
         return error_detail_set(reterr, -EINVAL,
                                 "transfer has no meaning for strategy %s, whose home is the device: use an offloaded one",
                                 kv_strategy_to_string(merged.strategy));
+    if (merged.has_offload_only_non_sliding && policy.home == KV_HOME_DEVICE)
+        return error_detail_set(reterr, -EINVAL,
+                                "offload_only_non_sliding has no meaning for strategy %s, whose home is the device: use an offloaded one",
+                                kv_strategy_to_string(merged.strategy));
+    if (merged.has_offload_only_non_sliding)
+        policy.offload_only_non_sliding = merged.offload_only_non_sliding;
     if (merged.has_max_cache_len)
         policy.max_cache_tokens = merged.max_cache_len;
     if (merged.has_prefetch)

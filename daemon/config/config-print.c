@@ -54,6 +54,7 @@ static void print_cache(FILE *file, const char *indent, const ConfigCache *cache
         divider = ", ";                                                                                                                    \
     }
     PRINT(has_strategy, "strategy: %s", kv_strategy_to_string(cache->strategy))
+    PRINT(has_offload_only_non_sliding, "offload_only_non_sliding: %s", cache->offload_only_non_sliding ? "true" : "false")
     PRINT(has_max_cache_len, "max_cache_len: %" PRIu32, cache->max_cache_len)
     PRINT(has_prefetch, "prefetch: %" PRIu32, cache->prefetch)
     PRINT(has_transfer, "transfer: %s", transfers[cache->transfer])

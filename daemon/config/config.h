@@ -29,7 +29,8 @@ bool config_messages_have_error(const ConfigMessages *messages);
 
 /* The cache: block; has_* says what was written, so that the nearest block wins key by key. */
 typedef struct ConfigCache {
-    bool has_strategy, has_max_cache_len, has_prefetch, has_transfer, has_host_memory, has_device_budget;
+    bool has_strategy, has_max_cache_len, has_offload_only_non_sliding, offload_only_non_sliding, has_prefetch,
+        has_transfer, has_host_memory, has_device_budget;
     KvStrategy strategy;
     uint32_t max_cache_len, prefetch;
     KvTransfer transfer;

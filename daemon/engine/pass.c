@@ -246,8 +246,12 @@ static void take(Engine *engine, Job *job, uint32_t n_rows, float *logits)
                              ? (double)(cached - reused) / (double)(job->usage.prompt_tokens - reused)
                              : 0);
     }
-    if (rows_left(job) == 0)
-        generate_step(engine, job, logits);
+    if (rows_left(job) != 0)
+        return;
+    /* Without a cache the next token runs all that is before it again. */
+    if (job->session->policy.strategy == KV_STRATEGY_NONE)
+        (void)kv_cache_clear(job->session->cache);
+    generate_step(engine, job, logits);
 }
 
 static void fail(Engine *engine, Pass *pass, int r, ErrorDetail *detail)

@@ -59,6 +59,8 @@ EngineResult result_from_kv(int r)
         return ENGINE_RESULT_CONTEXT_EXCEEDED;
     case KV_E_DEVICE:
         return ENGINE_RESULT_DEVICE_LOST;
+    case KV_E_ROLLBACK:
+        break;
     }
     return ENGINE_RESULT_FAILED;
 }

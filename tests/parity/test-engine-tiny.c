@@ -66,7 +66,8 @@ static void assert_same_ids(const Seen *a, const Seen *b)
 /* The ids of a prompt's oracle, up to the first step where two logits tie. */
 static void greedy_ids_are_the_oracles_under_every_exact_policy(void **state)
 {
-    const KvStrategy strategies[] = {KV_STRATEGY_DYNAMIC, KV_STRATEGY_STATIC, KV_STRATEGY_OFFLOADED, KV_STRATEGY_OFFLOADED_STATIC};
+    const KvStrategy strategies[] = {KV_STRATEGY_DYNAMIC, KV_STRATEGY_STATIC, KV_STRATEGY_OFFLOADED, KV_STRATEGY_OFFLOADED_STATIC,
+                                     KV_STRATEGY_NONE};
     EngineModel models[] = {tiny("tied", tied, KV_STRATEGY_DYNAMIC, true), tiny("mixed", mixed, KV_STRATEGY_DYNAMIC, true)};
     const char *fixtures[] = {"tiny-llama-tied.json", "tiny-llama-mixed.json"};
     Talk *talk = start(models, 2);

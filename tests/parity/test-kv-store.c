@@ -642,7 +642,7 @@ static void abort_gives_reserved_pages_back(void **state)
             for (uint32_t l = 0; l < KV_BENCH_LAYERS; l++)
                 assert_int_equal(kv_pass_layer(pass, l, fixture->bench.qkv[l], fixture->bench.out[l], NULL), 0);
             assert_null(kv_pass_abort(pass));
-            assert_int_equal(kv_cache_length(cache), all_kinds[k] == KV_FORM_LEAT ? 300 : 288);
+            assert_int_equal(kv_cache_length(cache), 300);
             kv_bench_run(&fixture->bench, store, cache, stream, 420, 512);
             assert_same(fixture, fixture->cold[all_kinds[k]], stream, 0, 420, "after aborts");
             (void)kv_cache_free(cache);
@@ -668,7 +668,7 @@ static void host_budget_gives_up_checkpoints_before_pages(void **state)
     (void)kv_cache_free(cache);
     (void)kv_store_free(store);
 
-    policy.host_budget_bytes = 2 * bytes.host + bytes.checkpoints; /* two blocks and a checkpoint */
+    policy.host_budget_bytes = 2 * bytes.host + bytes.checkpoints; /* fourteen pages and a checkpoint */
     store = store_new(fixture, &policy);
     cache = cache_new(store);
     kv_bench_run(&fixture->bench, store, cache, stream, 250, 512);
@@ -678,7 +678,7 @@ static void host_budget_gives_up_checkpoints_before_pages(void **state)
     kv_bench_run(&fixture->bench, store, cache, stream, 500, 512);
     kv_cache_bytes(cache, &bytes);
     assert_true(bytes.host + bytes.checkpoints <= policy.host_budget_bytes);
-    item = (KvPassItem){cache, 100};
+    item = (KvPassItem){cache, 250};
     assert_int_equal(kv_pass_begin(store, &item, 1, &pass, &detail), KV_E_HOST_MEMORY);
     assert_true(detail.text[0]);
     kv_bench_run(&fixture->bench, store, cache, stream, 540, 20);
@@ -710,7 +710,7 @@ static void device_pages_beyond_their_budget_are_refused(void **state)
     kv_bench_run(&fixture->bench, store, other, stream, 510, 512);
     gpu_memory_used(fixture->gpu, used, &total);
     assert_int_equal(used[GPU_PURPOSE_PAGES] - before[GPU_PURPOSE_PAGES], 5 * block);
-    item = (KvPassItem){other, 40};
+    item = (KvPassItem){other, 200};
     assert_int_equal(kv_pass_begin(store, &item, 1, &pass, NULL), KV_E_DEVICE_MEMORY);
     (void)kv_cache_free(cache);
     kv_bench_run(&fixture->bench, store, other, stream, 700, 512);

@@ -692,6 +692,12 @@ int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDe
     return 0;
 }
 
+int kv_cache_clear(KvCache *cache)
+{
+    cache->n = cache->n_checkpoints = 0;
+    return 0;
+}
+
 int kv_cache_checkpoint(KvCache *cache)
 {
     if (cache->n_checkpoints < N_ELEMENTS(cache->checkpoints))

@@ -285,6 +285,18 @@ int gpu_copy(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t to_offset, const 
                        wait, ret_event);
 }
 
+static void loose_fill(LooseCommand *command)
+{
+    memset(command->to, 0, command->bytes);
+}
+
+int gpu_fill_zero(Gpu *gpu, GpuQueue queue, GpuBuffer *buffer, uint64_t offset, uint64_t bytes)
+{
+    (void)loose_at(buffer, offset, bytes);
+    return loose_queue(gpu, queue, &(LooseCommand){.run = loose_fill, .to = buffer->data + offset, .bytes = bytes}, GPU_WAIT_NONE,
+                       NULL);
+}
+
 /* ---- attention as bookkeeping ------------------------------------------------------------------------------------------- */
 
 static uint64_t loose_mix(uint64_t state, uint32_t position, uint32_t id, bool packed)

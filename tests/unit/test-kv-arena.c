@@ -26,8 +26,8 @@ static void fixture_init(Fixture *fixture, bool fixed, uint32_t first, uint32_t 
                                                        .fixed = fixed,
                                                        .n_layers = 3,
                                                        .page_bytes = PAGE_BYTES,
-                                                       .first_blocks = first,
-                                                       .max_blocks = max,
+                                                       .first_pages = first * KV_BLOCK_PAGES,
+                                                       .max_pages = max * KV_BLOCK_PAGES,
                                                        .host_budget = &fixture->budget});
 }
 
@@ -35,7 +35,7 @@ static KvBlock *take(Fixture *fixture, const KvBlock *after)
 {
     KvBlock *block = NULL;
 
-    assert_int_equal(kv_arenas_take(&fixture->arenas, after, &block, NULL), 0);
+    assert_int_equal(kv_arenas_take(&fixture->arenas, after, 0, KV_BLOCK_PAGES, &block, NULL), 0);
     assert_non_null(block);
     assert_int_equal(block->n_refs, 1);
     return block;
@@ -52,14 +52,15 @@ static void arena_gives_a_growing_sequence_consecutive_blocks(void **state)
         KvBlock *next_a = take(&fixture, a), *next_b = take(&fixture, b);
 
         if (i > 0) {
-            assert_ptr_equal(next_a, a + 1);
-            assert_ptr_equal(next_b, b + 1);
+            assert_ptr_equal(next_a->arena, a->arena);
+            assert_int_equal(next_a->pages[0], a->pages[KV_BLOCK_PAGES - 1] + 1);
+            assert_int_equal(next_b->pages[0], b->pages[KV_BLOCK_PAGES - 1] + 1);
         }
         a = next_a;
         b = next_b;
     }
     assert_int_equal(fixture.arenas.n_arenas, 1);
-    assert_int_equal(fixture.arenas.n_used, 32);
+    assert_int_equal(fixture.arenas.n_used, 32 * KV_BLOCK_PAGES);
     assert_int_equal(fixture.budget.used_bytes, 32 * BLOCK_BYTES);
     kv_arenas_deinit(&fixture.arenas);
 }
@@ -99,10 +100,10 @@ static void arena_refuses_a_block_over_the_host_budget(void **state)
     fixture_init(&fixture, false, 8, 8, 2 * BLOCK_BYTES + 5);
     a = take(&fixture, NULL);
     b = take(&fixture, a);
-    assert_int_equal(kv_arenas_take(&fixture.arenas, b, &c, &detail), KV_E_HOST_MEMORY);
+    assert_int_equal(kv_arenas_take(&fixture.arenas, b, 0, KV_BLOCK_PAGES, &c, &detail), KV_E_HOST_MEMORY);
     assert_null(c);
     assert_non_null(strstr(detail.text, "6144"));
-    assert_int_equal(fixture.arenas.n_used, 2);
+    assert_int_equal(fixture.arenas.n_used, 2 * KV_BLOCK_PAGES);
     assert_null(kv_arenas_unref(&fixture.arenas, a));
     c = take(&fixture, b);
     assert_int_equal(fixture.budget.used_bytes, 2 * BLOCK_BYTES);
@@ -141,10 +142,10 @@ static void arena_reserves_all_of_a_static_cache_or_nothing(void **state)
 
     (void)state;
     fixture_init(&fixture, true, 10, 10, 25 * BLOCK_BYTES);
-    assert_int_equal(kv_arenas_reserve(&fixture.arenas, 10, NULL), 0);
-    assert_int_equal(kv_arenas_reserve(&fixture.arenas, 10, NULL), 0);
-    assert_int_equal(kv_arenas_reserve(&fixture.arenas, 10, NULL), KV_E_HOST_MEMORY);
-    assert_int_equal(fixture.arenas.n_blocks, 20);
+    assert_int_equal(kv_arenas_reserve(&fixture.arenas, 10 * KV_BLOCK_PAGES, NULL), 0);
+    assert_int_equal(kv_arenas_reserve(&fixture.arenas, 10 * KV_BLOCK_PAGES, NULL), 0);
+    assert_int_equal(kv_arenas_reserve(&fixture.arenas, 10 * KV_BLOCK_PAGES, NULL), KV_E_HOST_MEMORY);
+    assert_int_equal(fixture.arenas.n_pages, 20 * KV_BLOCK_PAGES);
     assert_int_equal(fixture.budget.used_bytes, 20 * BLOCK_BYTES);
     for (uint32_t i = 0; i < 20; i++)
         last = take(&fixture, last);
@@ -170,7 +171,7 @@ static void arena_gives_empty_memory_back_but_keeps_what_is_promised(void **stat
     assert_true(kv_arenas_can_trim(&fixture.arenas));
     kv_arenas_trim(&fixture.arenas);
     assert_int_equal(fixture.arenas.n_arenas, 1);
-    assert_int_equal(fixture.arenas.n_used, 2);
+    assert_int_equal(fixture.arenas.n_used, 2 * KV_BLOCK_PAGES);
     assert_ptr_equal(fixture.arenas.arenas[0], blocks[5]->arena);
     kv_arenas_deinit(&fixture.arenas);
 }
@@ -204,19 +205,68 @@ static void arena_counts_stay_exact_under_random_use(void **state)
             uint32_t used = 0, refs = 0;
 
             for (uint32_t a = 0; a < fixture.arenas.n_arenas; a++)
-                for (uint32_t b = 0; b < fixture.arenas.arenas[a]->n_blocks; b++) {
-                    used += fixture.arenas.arenas[a]->blocks[b].n_refs > 0;
+                for (uint32_t b = 0; b < fixture.arenas.arenas[a]->n_pages; b++) {
+                    used += fixture.arenas.arenas[a]->blocks[b].n_refs > 0 ? KV_BLOCK_PAGES : 0;
                     refs += fixture.arenas.arenas[a]->blocks[b].n_refs;
                 }
             assert_int_equal(used, fixture.arenas.n_used);
             assert_int_equal(refs, n);
-            assert_int_equal(fixture.budget.used_bytes, (uint64_t)used * BLOCK_BYTES);
+            assert_int_equal(fixture.budget.used_bytes, (uint64_t)used * (BLOCK_BYTES / KV_BLOCK_PAGES));
         }
     }
     while (n > 0)
         (void)kv_arenas_unref(&fixture.arenas, held[--n]);
     kv_arenas_trim(&fixture.arenas);
     assert_int_equal(fixture.arenas.n_arenas, 0);
+    assert_int_equal(fixture.budget.used_bytes, 0);
+    kv_arenas_deinit(&fixture.arenas);
+}
+
+/* Blocks that grow and shrink page by page: no place twice, nothing charged that is not held. */
+static void arena_places_pages_one_by_one(void **state)
+{
+    Fixture fixture;
+    KvBlock *held[20];
+    uint32_t n = 0, x = SEED;
+
+    (void)state;
+    fixture_init(&fixture, false, 8, 8, 0);
+    for (uint32_t step = 0; step < 6000; step++) {
+        uint8_t seen[8 * KV_BLOCK_PAGES] = {0};
+        uint32_t pages = 0;
+        KvBlock *block;
+
+        x = x * 1664525u + 1013904223u;
+        block = n > 0 ? held[(x >> 8) % n] : NULL;
+        if (n < 20 && (x >> 16) % 4 == 0) {
+            uint32_t first = (x >> 20) % 3;
+
+            if (64 - fixture.arenas.n_used < 8 || kv_arenas_take(&fixture.arenas, block, first, first + 1 + (x >> 24) % 5, &held[n], NULL))
+                continue;
+            n++;
+        } else if (block && (x >> 16) % 4 == 1) {
+            (void)kv_arenas_unref(&fixture.arenas, block);
+            held[(x >> 8) % n] = held[n - 1];
+            n--;
+        } else if (block && (x >> 16) % 4 == 2) {
+            uint32_t wanted = MIN(block->n_filled + 1 + (x >> 24) % 3, (uint32_t)KV_BLOCK_PAGES);
+
+            if (kv_block_can_grow(block, wanted))
+                assert_int_equal(kv_arenas_grow(&fixture.arenas, block, wanted, NULL), 0);
+            else
+                assert_true(wanted - block->n_filled > block->arena->n_pages - block->arena->n_used);
+        } else if (block && block->n_filled - block->first_page > 1) {
+            kv_arenas_shrink(&fixture.arenas, block, block->first_page + (x >> 24) % 2, block->n_filled - (x >> 26) % 2);
+        }
+        for (uint32_t i = 0; i < n; i++)
+            for (uint32_t k = held[i]->first_page; k < held[i]->n_filled; k++, pages++)
+                if (held[i]->arena == held[0]->arena)
+                    assert_int_equal(seen[held[i]->pages[k]]++, 0);
+        assert_int_equal(pages, fixture.arenas.n_used);
+        assert_int_equal(fixture.budget.used_bytes, (uint64_t)pages * (BLOCK_BYTES / KV_BLOCK_PAGES));
+    }
+    while (n > 0)
+        (void)kv_arenas_unref(&fixture.arenas, held[--n]);
     assert_int_equal(fixture.budget.used_bytes, 0);
     kv_arenas_deinit(&fixture.arenas);
 }
@@ -231,6 +281,7 @@ int main(void)
         cmocka_unit_test(arena_reserves_all_of_a_static_cache_or_nothing),
         cmocka_unit_test(arena_gives_empty_memory_back_but_keeps_what_is_promised),
         cmocka_unit_test(arena_counts_stay_exact_under_random_use),
+        cmocka_unit_test(arena_places_pages_one_by_one),
     };
 
     printf("seed %u\n", SEED);

@@ -63,6 +63,7 @@ static void presets_are_points_on_the_three_axes(void **state)
         {KV_STRATEGY_OFFLOADED_STATIC, KV_GROWTH_STATIC, KV_HOME_HOST, KV_FORM_F16, KV_FORM_F32},
         {KV_STRATEGY_QUANTIZED, KV_GROWTH_DYNAMIC, KV_HOME_DEVICE, KV_FORM_LEAT, KV_FORM_LEAT},
         {KV_STRATEGY_OFFLOADED_QUANTIZED, KV_GROWTH_DYNAMIC, KV_HOME_HOST, KV_FORM_LEAT, KV_FORM_LEAT},
+        {KV_STRATEGY_NONE, KV_GROWTH_DYNAMIC, KV_HOME_DEVICE, KV_FORM_F16, KV_FORM_F32},
     };
 
     (void)state;
@@ -74,6 +75,8 @@ static void presets_are_points_on_the_three_axes(void **state)
         assert_int_equal(policy.home, expected[i].home);
         assert_int_equal(policy.form.kind, expected[i].kind);
         assert_int_equal(policy.n_slots, 2);
+        assert_int_equal(policy.offload_only_non_sliding,
+                         policy.strategy == KV_STRATEGY_OFFLOADED_STATIC || policy.strategy == KV_STRATEGY_OFFLOADED_QUANTIZED);
         assert_int_equal(policy.transfer, KV_TRANSFER_AUTO);
         assert_int_equal(kv_policy_preset(expected[i].strategy, true).form.kind, expected[i].exact_kind);
     }

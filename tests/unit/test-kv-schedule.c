@@ -51,8 +51,8 @@ static void fixture_init(Fixture *fixture, uint32_t seed, bool direct, uint32_t 
     kv_arenas_init(&fixture->arenas, &(KvArenaOptions){.home = KV_HOME_HOST,
                                                        .n_layers = 2,
                                                        .page_bytes = fixture->sizes.sections[0].layout.page_bytes,
-                                                       .first_blocks = 7, /* several arenas */
-                                                       .max_blocks = 7,
+                                                       .first_pages = 7 * KV_BLOCK_PAGES, /* several arenas */
+                                                       .max_pages = 7 * KV_BLOCK_PAGES,
                                                        .host_budget = &fixture->budget});
     assert_int_equal(kv_schedule_init(&fixture->schedule, &fixture->sizes.sections[0], false), 0);
 }
@@ -86,7 +86,9 @@ static void random_items(Fixture *fixture)
         }
         for (uint32_t b = shared; b < n_blocks; b++)
             assert_int_equal(
-                kv_arenas_take(&fixture->arenas, b > 0 ? fixture->blocks[i][b - 1] : NULL, &fixture->blocks[i][b], NULL), 0);
+                kv_arenas_take(&fixture->arenas, b > 0 ? fixture->blocks[i][b - 1] : NULL, 0, KV_BLOCK_PAGES,
+                               &fixture->blocks[i][b], NULL),
+                0);
         fixture->items[i] =
             (KvScheduleItem){.blocks = fixture->blocks[i], .length = length, .n_tokens = n, .tail_slot = 10 + i};
     }
@@ -156,7 +158,7 @@ static void check_page(const Fixture *fixture, const KvTile *tile, const AttendR
         assert_ptr_equal(schedule->homewards[at].block, block);
     } else if (schedule->direct) {
         assert_ptr_equal(tile->arena, block->arena);
-        assert_int_equal(at, block->index * KV_BLOCK_PAGES + k);
+        assert_int_equal(at, block->pages[k]);
         assert_true(page < item->length / KV_PAGE_TOKENS);
     } else {
         const KvLoad *load = &schedule->loads[tile->first_load + at / KV_BLOCK_PAGES];
@@ -246,7 +248,7 @@ static void schedule_loads_a_block_that_forks_share_once(void **state)
     (void)state;
     fixture_init(&fixture, SEED, false, 3);
     for (uint32_t b = 0; b < 4; b++)
-        assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, &fixture.blocks[0][b], NULL), 0);
+        assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, 0, KV_BLOCK_PAGES, &fixture.blocks[0][b], NULL), 0);
     for (uint32_t i = 0; i < 3; i++)
         fixture.items[i] = (KvScheduleItem){.blocks = fixture.blocks[0], .length = 900 - 40 * i, .n_tokens = 1};
     fixture.n_items = 3;
@@ -264,7 +266,7 @@ static void schedule_of_a_short_sequence_reads_no_page(void **state)
 
     (void)state;
     fixture_init(&fixture, SEED, false, 1);
-    assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, &fixture.blocks[0][0], NULL), 0);
+    assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, 0, KV_BLOCK_PAGES, &fixture.blocks[0][0], NULL), 0);
     fixture.items[0] = (KvScheduleItem){.blocks = fixture.blocks[0], .length = 63, .n_tokens = 1};
     kv_schedule_build(&fixture.schedule, fixture.items, 1);
     assert_int_equal(fixture.schedule.n_tiles, 0);

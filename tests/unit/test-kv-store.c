@@ -263,9 +263,9 @@ static void budgets_are_kept_and_refusals_change_nothing(void **state)
         fixture.policy.growth = KV_GROWTH_DYNAMIC;
         assert_int_equal(kv_store_plan(&fixture.gpu.info, &fixture.model, &fixture.policy, &plan, NULL), 0);
         block = plan.device_page_bytes / 4;
-        fixture.policy.host_budget_bytes = fixture.policy.home == KV_HOME_HOST ? 9 * 256 * plan.host_bytes_per_token : 0;
+        fixture.policy.host_budget_bytes = fixture.policy.home == KV_HOME_HOST ? 5 * 256 * plan.host_bytes_per_token : 0;
         if (fixture.policy.home == KV_HOME_DEVICE)
-            fixture.policy.device_budget_bytes = plan.staging_bytes + plan.tail_bytes + 9 * block;
+            fixture.policy.device_budget_bytes = plan.staging_bytes + plan.tail_bytes + 5 * block;
         assert_int_equal(kv_store_new(&fixture.gpu, &fixture.model, &fixture.policy, &fixture.store, NULL), 0);
         for (uint32_t step = 0; step < 150; step++) {
             uint64_t host = 0;

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Migration: pages and tails, in equal forms or coded anew. */
+
+#include "cache/kv-migrate-internal.h"
+
+#include "quant/base/half.h"
+
+#include <string.h>
+
+static KvBlock *source_block(const KvPast *past, const KvCheckpoint *checkpoint, uint32_t section, uint32_t b)
+{
+    if (past)
+        return past->sections[section].blocks[b];
+    return checkpoint->marks[section].blocks[b - checkpoint->marks[section].first_block];
+}
+
+/* Bytes of equal forms, from and to wherever they are. */
+static int copy_bytes(Gpu *gpu, const KvArena *from, uint64_t source, const KvArena *to, uint64_t target, uint64_t bytes)
+{
+    if (from->memory && to->memory) {
+        memcpy(to->memory + target, from->memory + source, bytes);
+        return 0;
+    }
+    if (from->memory)
+        return gpu_upload(gpu, GPU_QUEUE_COMPUTE, to->buffer, target, from->memory + source, bytes, GPU_WAIT_NONE, "kv move", NULL);
+    if (to->memory)
+        return gpu_download(gpu, GPU_QUEUE_COMPUTE, from->buffer, source, to->memory + target, bytes, GPU_WAIT_NONE, "kv move", NULL);
+    return gpu_copy(gpu, GPU_QUEUE_COMPUTE, to->buffer, target, from->buffer, source, bytes, GPU_WAIT_NONE, "kv move", NULL);
+}
+
+/* Pages [first, end) of one layer. */
+static int move_plane(const KvMigration *m, uint32_t l, const KvBlock *from, KvBlock *to, uint32_t first, uint32_t end)
+{
+    const KvLayerPlace *a = &m->from->sizes.layers[l], *b = &m->to->sizes.layers[l];
+    const KvArenas *source = &m->from->sections[a->section].arenas, *target = &m->to->sections[b->section].arenas;
+
+    uint32_t n;
+    int r = 0;
+
+    for (; first < end && !r; first += n) {
+        n = MIN(kv_block_run(from, first, end), kv_block_run(to, first, end));
+        r = copy_bytes(m->to->gpu, from->arena, kv_block_offset(source, from, a->plane, first), to->arena,
+                       kv_block_offset(target, to, b->plane, first), (uint64_t)n * source->options.page_bytes);
+    }
+    return error_trace(r);
+}
+
+/* The pages that the block has in every section which is to be one with it in the target. */
+static void common_pages(const KvMigration *m, uint32_t s, const KvPast *past, const KvCheckpoint *checkpoint, uint32_t b,
+                         uint32_t *ret_first, uint32_t *ret_end)
+{
+    *ret_first = 0;
+    *ret_end = KV_BLOCK_PAGES;
+    for (uint32_t l = 0; l < m->to->sizes.n_layers; l++) {
+        const KvBlock *block;
+
+        if (m->to->sizes.layers[l].section != s)
+            continue;
+        block = source_block(past, checkpoint, m->from->sizes.layers[l].section, b);
+        *ret_first = MAX(*ret_first, block->first_page);
+        *ret_end = MIN(*ret_end, block->n_filled);
+    }
+}
+
+static int fill_block(KvMigration *m, uint32_t s, const KvPast *past, const KvCheckpoint *checkpoint, uint32_t b, KvBlock *to)
+{
+    int r = 0;
+
+    for (uint32_t l = 0; l < m->to->sizes.n_layers && !r; l++) {
+        const KvLayerPlace *place = &m->to->sizes.layers[l];
+
+        if (place->section == s && place->owner == l)
+            r = move_plane(m, l, source_block(past, checkpoint, m->from->sizes.layers[l].section, b), to, to->first_page, to->n_filled);
+    }
+    if (r)
+        return error_trace(kv_error(r));
+    to->serial = ++m->to->serial; /* no slot of the ring holds it */
+    return 0;
+}
+
+int kv_migrate_block(KvMigration *m, uint32_t s, const KvPast *past, const KvCheckpoint *checkpoint, uint32_t b, uint32_t n_pages,
+                     KvBlock **ret, ErrorDetail *reterr)
+{
+    KvArenas *arenas = &m->to->sections[s].arenas;
+    const KvBlock *lead = source_block(past, checkpoint, m->leads[s], b);
+    KvMovedList *list = &m->blocks[s];
+    KvBlock *block = kv_moved_find(list, lead);
+    uint32_t first, end;
+    int r;
+
+    if (block && block->n_filled >= MIN(n_pages - b * KV_BLOCK_PAGES, (uint32_t)KV_BLOCK_PAGES)) {
+        *ret = kv_block_ref(block);
+        return 0;
+    }
+    common_pages(m, s, past, checkpoint, b, &first, &end);
+    r = kv_arenas_take(arenas, list->n > 0 ? list->entries[list->n - 1].to : NULL, first, end, &block, reterr);
+    if (r)
+        return error_trace(r);
+    r = kv_moved_add(list, lead, block);
+    if (!r)
+        r = fill_block(m, s, past, checkpoint, b, block);
+    if (r) {
+        (void)kv_arenas_unref(arenas, block);
+        return error_trace(r);
+    }
+    *ret = block;
+    return 0;
+}
+
+void kv_migrate_tail(const KvMigration *m, const uint8_t *from, uint8_t *to)
+{
+    for (uint32_t l = 0; l < m->to->sizes.n_layers; l++) {
+        const KvLayerPlace *a = &m->from->sizes.layers[l], *b = &m->to->sizes.layers[l];
+        const KvSectionSizes *source, *target;
+
+        if (a->section == KV_NO_SECTION || a->owner != l)
+            continue;
+        source = &m->from->sizes.sections[a->section];
+        target = &m->to->sizes.sections[b->section];
+        memcpy(to + target->tail_offset + b->plane * target->tail_layer_bytes,
+               from + source->tail_offset + a->plane * source->tail_layer_bytes, target->tail_layer_bytes);
+    }
+}

@@ -1,0 +1,20 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Sequences move to another store while they live: other growth, home, ring, budget, and when asked another form.
+ *
+ * The target is built in full beside the source; then handles change over, which cannot fail.  What sequences share in the source
+ * (blocks, tails, states, saved tails) they share in the target.  Pages of equal forms are copied as they are, so a sequence goes on
+ * with the same bits.  Costs one copy of everything, on the host's clock; both copies exist for a moment.
+ */
+
+#include "cache/kv-store.h"
+
+/* Whether a sequence of @from goes on in @to with the same bits: the same layers with the same forms. */
+bool kv_store_is_same(const KvStore *from, const KvStore *to);
+
+/* @caches (no duplicates, none in a pass, all of one store) become caches of @to, all or none; handles stay.  Forms that differ, which
+ * @lossy allows, are -ENOTSUP with it and -EINVAL without it, and so are models of different layers.  KvError or negative errno. */
+int kv_caches_migrate(KvCache *const *caches, uint32_t n, KvStore *to, bool lossy, ErrorDetail *reterr);
+/* All caches of @from. */
+int kv_store_migrate(KvStore *from, KvStore *to, bool lossy, ErrorDetail *reterr);

@@ -1,0 +1,194 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * A pass layer by layer: pack, stream, attend.
+ *
+ * Pages that the pass completes are packed into one of two scratch buffers by the layer's parity, and travel home on the download
+ * queue while later groups of rows already read them there.  The packing kernel of layer l + 2 must not overwrite what layer l's
+ * copies still read: a *gate*, a copy of 64 bytes on the compute queue, waits for them (kernels after it wait by queue order).
+ */
+
+#include "cache/kv-store-internal.h"
+
+#define GATE_BYTES 64
+
+/* Holds the compute queue until the copies that read this scratch buffer are over. */
+static int gate(KvStore *store, uint32_t parity)
+{
+    GpuEvent *event = store->fresh_events[parity];
+    uint64_t at = store->sizes.fresh_bytes - 2 * GATE_BYTES;
+
+    if (!event || gpu_event_status(event) == 1)
+        return 0;
+    return gpu_copy(store->gpu, GPU_QUEUE_COMPUTE, store->fresh[parity], at + GATE_BYTES, store->fresh[parity], at, GATE_BYTES,
+                    (GpuWait){&event, 1}, "kv gate", NULL);
+}
+
+/* Packed pages that are neighbours in the scratch buffer and at home. */
+static uint32_t homeward_run(const KvHomeward *homewards, uint32_t n)
+{
+    uint32_t length = 1;
+
+    while (length < n && homewards[length].block->arena == homewards[0].block->arena &&
+           homewards[length].block->pages[homewards[length].page] == homewards[0].block->pages[homewards[0].page] + length)
+        length++;
+    return length;
+}
+
+/* Sends the scratch buffer's pages home once @packed has completed. */
+static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
+{
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
+    const KvSchedule *schedule = &section->schedule;
+    uint32_t parity = layer & 1, page_bytes = section->sizes->layout.page_bytes, run;
+    GpuWait wait = {&packed, 1};
+    GpuEvent *last = NULL;
+    int r = 0;
+
+    store->home_serial = store->serial;
+    for (uint32_t i = 0; i < schedule->n_packs && !r; i += run) {
+        const KvHomeward *to = &schedule->homewards[i];
+        KvArena *arena = to->block->arena;
+        uint64_t offset = kv_block_offset(&section->arenas, to->block, place->plane, to->page), from = (uint64_t)i * page_bytes;
+
+        run = homeward_run(to, schedule->n_packs - i);
+        last = gpu_event_unref(last);
+        if (arena->buffer)
+            r = gpu_copy(store->gpu, GPU_QUEUE_DOWNLOAD, arena->buffer, offset, store->fresh[parity], from,
+                         (uint64_t)run * page_bytes, wait, "kv home", &last);
+        else
+            r = gpu_download(store->gpu, GPU_QUEUE_DOWNLOAD, store->fresh[parity], from, arena->memory + offset,
+                             (uint64_t)run * page_bytes, wait, "kv home", &last);
+    }
+    if (r)
+        return error_trace(r);
+    (void)gpu_event_unref(store->fresh_events[parity]);
+    store->fresh_events[parity] = gpu_event_ref(last);
+    kv_store_set_home(store, layer, last);
+    return gpu_flush(store->gpu, GPU_QUEUE_DOWNLOAD);
+}
+
+static int pack_pages(KvStore *store, uint32_t layer, const AttendLayer *buffers)
+{
+    _cleanup_(gpu_event_unrefp) GpuEvent *packed = NULL;
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
+    int r;
+
+    if (section->schedule.n_packs == 0)
+        return 0;
+    r = gate(store, layer & 1);
+    if (r)
+        return error_trace(r);
+    r = attend_pack(section->attend, &section->pass, buffers, section->inputs, section->packs_offset, section->schedule.n_packs,
+                    store->fresh[layer & 1], &packed);
+    if (r || place->owner != layer) /* the source has sent the same pages home */
+        return error_trace(r);
+    return error_trace(send_home(store, layer, packed));
+}
+
+static int attend_one_tile(KvStore *store, uint32_t layer, uint32_t t, const AttendLayer *buffers)
+{
+    _cleanup_(gpu_event_unrefp) GpuEvent *done = NULL;
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
+    const KvTile *tile = &section->schedule.tiles[t];
+    KvHomeEvents home = kv_store_home(store);
+    KvRingSlot *slot = NULL;
+    GpuEvent *wait = NULL;
+    AttendTile args = {
+        .pages = store->fresh[layer & 1], /* when nothing of the tile is at home */
+        .fresh = store->fresh[layer & 1],
+        .refs = section->inputs,
+        .refs_offset = section->refs_offset + tile->first_ref * sizeof(AttendRef),
+        .spans = section->inputs,
+        .spans_offset = section->spans_offset + (uint64_t)t * section->schedule.n_groups * sizeof(AttendSpan),
+        .n_refs = tile->n_refs,
+    };
+    int r;
+
+    if (tile->arena) {
+        args.pages = tile->arena->buffer;
+        args.pages_offset = place->plane * tile->arena->plane_bytes;
+        wait = tile->serial > home.settled ? home.events[place->owner] : NULL;
+    } else if (tile->staged) {
+        r = kv_ring_acquire(&store->ring, home, &slot);
+        if (r)
+            return error_trace(r);
+        args.pages = slot->buffer;
+        wait = slot->filled;
+    }
+    r = attend_tile(section->attend, &section->pass, buffers, &args, (GpuWait){&wait, 1}, slot ? &done : NULL);
+    if (r || !slot)
+        return error_trace(r);
+    return error_trace(kv_ring_release(&store->ring, home, TAKE_PTR(done)));
+}
+
+/* A layer that others share is committed after the last of them: until then they read the tail as it was before the pass. */
+static int run_layer(KvStore *store, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out)
+{
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    KvSection *section = &store->sections[place->section];
+    AttendLayer buffers = kv_store_layer(store, layer);
+    int r;
+
+    r = attend_prepare(section->attend, &section->pass, &buffers, qkv);
+    if (!r)
+        r = pack_pages(store, layer, &buffers);
+    for (uint32_t t = 0; t < section->schedule.n_tiles && !r; t++)
+        r = attend_one_tile(store, layer, t, &buffers);
+    if (!r)
+        r = attend_finish(section->attend, &section->pass, &buffers, out);
+    if (!r && place->last && !kv_section_is_cross(section))
+        r = attend_commit(section->attend, &section->pass, &buffers);
+    return error_trace(r);
+}
+
+static int check_turn(const KvPass *pass, uint32_t layer, ErrorDetail *reterr)
+{
+    if (layer != pass->n_layers_done || layer >= pass->store->sizes.n_layers)
+        return error_detail_set(reterr, -EINVAL, "cache: layer %u, but %u is next", layer, pass->n_layers_done);
+    return 0;
+}
+
+static int layer_done(KvPass *pass, uint32_t layer, int r, ErrorDetail *reterr)
+{
+    if (r)
+        return error_detail_set(reterr, kv_error(r), "cache: attention of layer %u could not be queued", layer);
+    pass->n_layers_done++;
+    kv_pass_skip_layers(pass);
+    return 0;
+}
+
+int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr)
+{
+    int r;
+
+    r = check_turn(pass, layer, reterr);
+    if (r)
+        return error_trace(r);
+    pass->layer_started = true;
+    return layer_done(pass, layer, run_layer(pass->store, layer, qkv, out), reterr);
+}
+
+int kv_pass_state(KvPass *pass, uint32_t layer, uint32_t item, KvState *ret, ErrorDetail *reterr)
+{
+    const KvStore *store = pass->store;
+    const KvLayerPlace *place = layer < store->sizes.n_layers ? &store->sizes.layers[layer] : NULL;
+    const KvStates *states;
+    uint64_t from, to;
+
+    if (!place || !place->has_state || item >= pass->n_entries || pass->cross)
+        return error_detail_set(reterr, -EINVAL, "cache: layer %u has no state of item %u in this pass", layer, item);
+    states = &pass->entries[item].cache->past->states;
+    from = (uint64_t)states->now->slot * store->states.slot_bytes;
+    to = (uint64_t)states->next->slot * store->states.slot_bytes;
+    *ret = (KvState){
+        .buffer = store->states.buffer,
+        .conv_from = from + place->conv_offset,
+        .recurrent_from = from + place->recurrent_offset,
+        .conv_to = to + place->conv_offset,
+        .recurrent_to = to + place->recurrent_offset,
+    };
+    return 0;
+}
