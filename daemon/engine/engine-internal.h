@@ -58,6 +58,7 @@ struct Engine {
     size_t n_abandoned;
     ModelSlot *slots;
     uint64_t last_slot;
+    uint64_t ladder_serial; /* of steps down that took caches away */
     uint32_t last_group;
     Session *sessions;
     uint64_t last_session;
@@ -109,7 +110,7 @@ void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot
 bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant);
 /* Whether another active job of the same model holds caches: then waiting may help. */
 bool sessions_others_hold_memory(const Engine *engine, const Job *job);
-/* Gives the session of @job a cache when it has none. */
+/* Gives the session of @job a cache when it has none; caches of others may go for it (ladder_serial tells). */
 EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr);
 
 /* ---- generate.c */

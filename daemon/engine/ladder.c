@@ -102,6 +102,7 @@ static bool remake_store(Engine *engine, ModelSlot *slot, StoreSlot *store, cons
     int r;
 
     sessions_drop_caches(engine, slot, store);
+    engine->ladder_serial++;
     store->store = kv_store_free(store->store);
     r = model_store_new(slot->model, policy, &store->store, NULL);
     if (r == 0)

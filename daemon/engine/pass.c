@@ -138,6 +138,8 @@ static uint32_t weakest(const Pass *pass)
 /* The picked jobs with caches.  True when one of them ended or had to stand back: then the choice is made anew. */
 static bool gather(Engine *engine, Job *const *jobs, const SchedulerPick *picks, size_t n_picks, Pass *pass)
 {
+    uint64_t serial = engine->ladder_serial;
+
     for (size_t i = 0; i < n_picks; i++)
         jobs[picks[i].index]->in_pass = true;
     for (size_t i = 0; i < n_picks; i++) {
@@ -145,10 +147,12 @@ static bool gather(Engine *engine, Job *const *jobs, const SchedulerPick *picks,
         ErrorDetail detail = ERROR_DETAIL_NULL;
         EngineResult result = sessions_warm(engine, job, &detail);
 
-        if (result == ENGINE_RESULT_DONE) {
+        if (result == ENGINE_RESULT_DONE && engine->ladder_serial == serial) {
             add_item(pass, job, picks[i].n_rows);
             continue;
         }
+        if (result == ENGINE_RESULT_DONE)
+            return true; /* those before it have lost their caches */
         if (result == ENGINE_RESULT_DEVICE_LOST)
             device_abandon(engine, &detail);
         else if ((result == ENGINE_RESULT_OUT_OF_DEVICE_MEMORY || result == ENGINE_RESULT_OUT_OF_MEMORY) &&

@@ -150,6 +150,8 @@ EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)
     do
         r = kv_cache_new(store->store, &session->cache, reterr);
     while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, job));
+    if (r == KV_E_DEVICE_MEMORY && ladder_for_pass(engine, session->slot, store))
+        return sessions_warm(engine, job, reterr); /* it ends where the ladder does */
     if (r)
         return result_from_kv(r);
     session->store = store;

@@ -214,7 +214,7 @@ static int bytes_besides_weights(const Fitting *fitting, const ModelPlan *plan, 
     uint64_t others = plan->device_total_bytes - plan->weight_bytes - plan->weight_staging_bytes, calibration = 0;
     int r = 0;
 
-    if (fit->policy.form.kind == KV_FORM_LEAT)
+    if (kv_form_is_calibrated(&fit->policy.form))
         r = model_calibration_plan(fitting->info, fitting->file, &complete, &calibration, fitting->reterr);
     *ret = MAX(others, plan->activation_bytes + calibration);
     return r;

@@ -40,10 +40,11 @@ static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit 
     const KvForm *form = &fit->policy.form;
     int n;
 
-    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u|%u|", info->name, info->driver, info->platform,
-                 info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff, p->n_vocab, p->attention.n_heads,
-                 p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim, fit->options.exact, (int)form->kind,
-                 form->k_bits, form->v_bits, probe_rows(fit));
+    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%u|", info->name,
+                 info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
+                 p->n_vocab, p->attention.n_heads, p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim,
+                 fit->options.exact, (int)form->kind, form->k_bits, form->v_bits, (int)form->centre, (int)form->rotation,
+                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, probe_rows(fit));
     for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
         n += snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
     (void)snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);
