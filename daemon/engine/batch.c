@@ -2,6 +2,7 @@
 /* Several sequences of one job: their ids, caches and choices.  See the header. */
 
 #include "daemon/engine/batch-text.h"
+#include "daemon/engine/log-softmax.h"
 
 #include <string.h>
 
@@ -240,7 +241,7 @@ static int take_beam(Batch *batch, BatchPrompt *prompt, uint32_t index, float *l
     r = sampler_check_finite(logits, batch->n_vocab, reterr);
     if (r)
         return r;
-    beam_log_softmax(logits, batch->n_vocab);
+    log_softmax(logits, batch->n_vocab);
     processors_run(logits, batch->n_vocab, sequence->ids.ids, sequence->ids.n, &state, batch->scratch);
     beam_search_row(prompt->search, index, logits);
     return 0;

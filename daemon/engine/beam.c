@@ -142,21 +142,6 @@ BeamSearch *beam_search_free(BeamSearch *search)
     return NULL;
 }
 
-void beam_log_softmax(float *logits, uint32_t n)
-{
-    float max = -INFINITY;
-    double sum = 0;
-    float log_sum;
-
-    for (uint32_t i = 0; i < n; i++)
-        max = MAX(max, logits[i]);
-    for (uint32_t i = 0; i < n; i++)
-        sum += (double)expf(logits[i] - max);
-    log_sum = (float)log(sum);
-    for (uint32_t i = 0; i < n; i++)
-        logits[i] = logits[i] - max - log_sum; /* in upstream's order: a large maximum costs no digits */
-}
-
 /* ---- candidates ------------------------------------------------------------------------------------------------------------- */
 
 /* Whether a ranks before b: a total order, so that what is kept does not depend on the order of rows. */

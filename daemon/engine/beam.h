@@ -63,9 +63,6 @@ int beam_search_new(const BeamOptions *options, BeamSearch **ret, ErrorDetail *r
 BeamSearch *beam_search_free(BeamSearch *search);
 DEFINE_CLEANUP(BeamSearch, beam_search_free)
 
-/* Turns logits (n) into log-probabilities in place. */
-void beam_log_softmax(float *logits, uint32_t n);
-
 /* @log_probs: (n_vocab) of the token after running beam @beam, processed, -INFINITY where a token is forbidden.  Each beam once a step, in
  * any order. */
 void beam_search_row(BeamSearch *search, uint32_t beam, const float *log_probs);

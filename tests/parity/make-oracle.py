@@ -3,6 +3,7 @@
 """Makes tests/data/smollm2-oracle.json: what Transformers in float32 answers on the dequantised GGUF.
 
     make-oracle.py MODEL.gguf --json OUT.json              the fixture of test-model-oracle.c (about 10 minutes on one core)
+    make-oracle.py MODEL.gguf --beams OUT.json             tests/data/smollm2-beams.json, beam searches, for test-engine.c (some minutes)
     make-oracle.py MODEL.gguf --ids IDS.txt --npy OUT.npy  teacher-forced logits of a list of ids, for tests/bench/quality.py
     make-oracle.py MODEL.gguf --tokenize TEXT --limit N    ids of a text, one line, for the two of them
 
@@ -129,10 +130,58 @@ def teacher_forced(model, ids, chunk=256):
     return np.concatenate(rows)
 
 
+QUESTION = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+BEAM_CASES = [
+    # name, text, beams, returned, new tokens, early_stopping, length_penalty, ignore end tokens, repetition penalty, n-gram
+    ("chat", CHAT, 4, 4, 12, False, 1.0, False, 1.0, 0),
+    ("short answer", QUESTION.format("What is the capital of France? Answer with one word."), 3, 2, 12, True, 1.0, False, 1.0, 0),
+    ("number", QUESTION.format("How much is two and two?"), 5, 5, 14, False, 0.6, False, 1.0, 0),
+    ("german", GERMAN, 5, 2, 12, "never", 0.5, True, 1.0, 0),
+    ("penalties", NUMBERS, 3, 3, 16, False, 1.0, True, 1.2, 3),
+]
+BEAM_NOISE = 2e-3
+
+
+class Shake:
+    """Moves every score a little: a search that then ends elsewhere would test rounding."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids, scores):
+        return scores + (torch.rand(scores.shape, generator=self.generator) - 0.5) * 2 * BEAM_NOISE
+
+
+@torch.no_grad()
+def run_beams(model, ids, case, shake=None):
+    name, _, beams, n_return, max_new, early, penalty, ignore_eos, repetition, ngram = case
+    model.generation_config.eos_token_id = None if ignore_eos else [0, 2]
+    model.generation_config.pad_token_id = 0
+    prompt = torch.tensor([ids])
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), num_beams=beams, num_return_sequences=n_return, max_new_tokens=max_new,
+                         do_sample=False, early_stopping=early, length_penalty=penalty, repetition_penalty=repetition, no_repeat_ngram_size=ngram,
+                         return_dict_in_generate=True, output_scores=True, logits_processor=[Shake(shake)] if shake else [])
+    lengths = (out.beam_indices >= 0).sum(1).tolist()
+    return {"name": name, "prompt": ids, "beams": beams, "early": str(early).lower(), "penalty": penalty, "ignore_eos": ignore_eos,
+            "repetition": repetition, "ngram": ngram, "max_new": max_new, "scores": [round(float(x), 6) for x in out.sequences_scores],
+            "sequences": [row[len(ids):len(ids) + n] for row, n in zip(out.sequences.tolist(), lengths)]}
+
+
+def beam_cases(model, tokenizer):
+    for case in BEAM_CASES:
+        ids = tokenizer.encode(case[1], add_special_tokens=False).ids
+        result = run_beams(model, ids, case)
+        stable = all(run_beams(model, ids, case, seed)["sequences"] == result["sequences"] for seed in (1, 2))
+        print(case[0], len(ids), "stable" if stable else "LEFT OUT: a close decision", [tokenizer.decode(s) for s in result["sequences"]], flush=True)
+        if stable:
+            yield result
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--json")
+    parser.add_argument("--beams")
     parser.add_argument("--ids")
     parser.add_argument("--npy")
     parser.add_argument("--tokenize")
@@ -149,6 +198,11 @@ def main():
     if args.npy:
         with open(args.ids) as file:
             np.save(args.npy, teacher_forced(model, [int(x) for x in file.read().split()]))
+    if args.beams:
+        with open(args.beams, "w") as file:
+            json.dump({"oracle": "Transformers 5.24.0, float32, eager attention", "eos": [0, 2],
+                       "cases": list(beam_cases(model, read_tokenizer(args.model)))}, file, separators=(",", ":"))
+            file.write("\n")
     if args.json:
         tokenizer = read_tokenizer(args.model)
         n_vocab = model.config.vocab_size

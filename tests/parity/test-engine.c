@@ -4,7 +4,7 @@
  * conversation reuses its past, a seed repeats itself, and what a user does in the middle does no harm.
  */
 
-#include "tests/lib/engine-talk.h"
+#include "tests/lib/beam-oracle.h"
 #include "tests/lib/model-rig.h"
 
 static const char *model_path;
@@ -114,6 +114,19 @@ static void a_conversation_reuses_its_past_and_says_what_a_cold_one_says(void **
     talk_free(talk);
 }
 
+static void beams_in_exact_compute_are_those_of_transformers(void **state)
+{
+    Talk *talk = start(KV_STRATEGY_OFFLOADED, true, KV_TRANSFER_COPY);
+    double worst;
+    size_t n;
+
+    (void)state;
+    worst = beam_oracle_compare(talk, "smollm2-beams.json", "real", &n);
+    print_message("%zu searches, scores within %.1e\n", n, worst);
+    assert_true(n >= 4 && worst < 1e-3);
+    talk_free(talk);
+}
+
 static void a_seed_repeats_itself(void **state)
 {
     Talk *talk = start(KV_STRATEGY_OFFLOADED_QUANTIZED, false, KV_TRANSFER_AUTO);
@@ -189,6 +202,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_chat_in_exact_compute_gives_the_oracles_ids),
         cmocka_unit_test(a_conversation_reuses_its_past_and_says_what_a_cold_one_says),
+        cmocka_unit_test(beams_in_exact_compute_are_those_of_transformers),
         cmocka_unit_test(a_seed_repeats_itself),
         cmocka_unit_test(background_work_and_a_person_both_get_their_answers),
         cmocka_unit_test(a_prompt_beyond_the_context_is_refused_with_the_numbers),

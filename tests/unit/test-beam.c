@@ -5,7 +5,9 @@
  */
 
 #include "daemon/engine/beam.h"
+#include "daemon/engine/log-softmax.h"
 #include "daemon/engine/processors.h"
+#include "daemon/engine/sampler.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -54,7 +56,7 @@ static void feed(BeamSearch *search, const BeamOptions *o, const Setup *setup, c
         float row[MAX_VOCAB], scratch[MAX_VOCAB];
 
         memcpy(row, setup->table->logits[beams->ids[b][beams->n - 1]], o->n_vocab * sizeof(float));
-        beam_log_softmax(row, o->n_vocab);
+        log_softmax(row, o->n_vocab);
         processors_run(row, o->n_vocab, beams->ids[b], beams->n, &state, scratch);
         beam_search_row(search, b, row);
     }
@@ -354,6 +356,38 @@ static void processors_give_what_transformers_gives(void **state)
     json_decref(json);
 }
 
+static void log_probabilities_are_those_of_double_precision(void **state)
+{
+    static const float scales[] = {0.01f, 1, 10, 60, 3000};
+    _cleanup_(freep) float *row = malloc(5003 * sizeof(float));
+    double worst = 0;
+
+    (void)state;
+    assert_non_null(row);
+    for (size_t s = 0; s < N_ELEMENTS(scales); s++)
+        for (uint32_t n = 1; n <= 5003; n = n < 9 ? n + 1 : n * 3 + 1) {
+            _cleanup_(freep) float *copy = malloc(n * sizeof(float));
+            double sum = 0, max = -INFINITY;
+
+            assert_non_null(copy);
+            for (uint32_t i = 0; i < n; i++) {
+                row[i] = scales[s] * (float)(2 * sampler_uniform(s, i) - 1);
+                max = fmax(max, (double)row[i]);
+            }
+            for (uint32_t i = 0; i < n; i++)
+                sum += exp((double)row[i] - max);
+            memcpy(copy, row, n * sizeof(float));
+            log_softmax(copy, n);
+            for (uint32_t i = 0; i < n; i++) {
+                double exact = (double)row[i] - max - log(sum);
+
+                worst = fmax(worst, fabs((double)copy[i] - exact) / fmax(1, fabs(exact)));
+            }
+        }
+    print_message("worst %.1e\n", worst);
+    assert_true(worst < 6e-7);
+}
+
 /* ---- what it promises --------------------------------------------------------------------------------------------------------------- */
 
 static double uniform(uint64_t *seed)
@@ -384,7 +418,7 @@ static void the_best_of_a_large_vocabulary_are_selected(void **state)
     assert_non_null(row);
     for (uint32_t i = 0; i < VOCAB; i++)
         row[i] = (float)(10 * uniform(&seed));
-    beam_log_softmax(row, VOCAB);
+    log_softmax(row, VOCAB);
     assert_int_equal(beam_search_new(&o, &search, NULL), 0);
     for (uint32_t b = BEAMS; b-- > 0;) /* in any order */
         beam_search_row(search, b, row);
@@ -550,7 +584,7 @@ static void the_same_seed_draws_the_same_in_any_order_of_rows(void **state)
                     float row[MAX_VOCAB];
 
                     memcpy(row, table.logits[step == 0 ? 1 : beam_search_token(searches[i], b)], sizeof(row));
-                    beam_log_softmax(row, 12);
+                    log_softmax(row, 12);
                     beam_search_row(searches[i], b, row);
                 }
             for (int i = 0; i < 2; i++)
@@ -605,6 +639,7 @@ int main(void)
         cmocka_unit_test(vectors_of_11_6_second_table_by_length_penalty),
         cmocka_unit_test(random_tables_give_what_transformers_gives),
         cmocka_unit_test(processors_give_what_transformers_gives),
+        cmocka_unit_test(log_probabilities_are_those_of_double_precision),
         cmocka_unit_test(the_best_of_a_large_vocabulary_are_selected),
         cmocka_unit_test(equal_scores_go_to_the_lower_beam_and_token),
         cmocka_unit_test(a_step_without_every_row_is_refused),

@@ -4,6 +4,7 @@
  * went on from another's cache, or lost a token, says something else.
  */
 
+#include "daemon/engine/log-softmax.h"
 #include "tests/unit/engine-fake.h"
 
 #include <math.h>
@@ -51,7 +52,7 @@ static BeamSearch *search_plainly(const EngineRequest *request)
 
             memcpy(cache.ids, ids[b], n * sizeof(int32_t));
             fake_logits(&cache, n, row);
-            beam_log_softmax(row, FAKE_VOCAB);
+            log_softmax(row, FAKE_VOCAB);
             beam_search_row(search, b, row);
         }
         r = beam_search_step(search);
