@@ -34,6 +34,23 @@ static uint32_t homeward_run(const KvHomeward *homewards, uint32_t n)
     return length;
 }
 
+/* What the way home waits for: the packing, and copies that were queued ahead of a past that has changed since. */
+static size_t home_waits(const KvStore *store, const KvLayerPlace *place, GpuEvent *packed, GpuEvent *ret_events[KV_MAX_SLOTS + 2])
+{
+    const KvSchedule *schedule = &store->sections[place->section].schedule;
+    uint32_t slots = 0;
+    size_t n = 0;
+
+    ret_events[n++] = packed;
+    ret_events[n++] = store->ring.dropped;
+    for (uint32_t i = 0; i < schedule->n_packs; i++)
+        kv_ring_readers(&store->ring, schedule->homewards[i].block, schedule->homewards[i].page, place->plane, &slots);
+    for (uint32_t i = 0; i < KV_MAX_SLOTS; i++)
+        if (slots & UINT32_C(1) << i)
+            ret_events[n++] = store->ring.slots[i].filled;
+    return n;
+}
+
 /* Sends the scratch buffer's pages home once @packed has completed. */
 static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
 {
@@ -41,8 +58,8 @@ static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
     const KvSection *section = &store->sections[place->section];
     const KvSchedule *schedule = &section->schedule;
     uint32_t parity = layer & 1, page_bytes = section->sizes->layout.page_bytes, run;
-    GpuWait wait = {&packed, 1};
-    GpuEvent *last = NULL;
+    GpuEvent *events[KV_MAX_SLOTS + 2], *last = NULL;
+    GpuWait wait = {events, home_waits(store, place, packed, events)};
     int r = 0;
 
     store->home_serial = store->serial;

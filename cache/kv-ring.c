@@ -38,6 +38,7 @@ int kv_ring_init(KvRing *ring, Gpu *gpu, const KvSizes *sizes, ErrorDetail *rete
 
 void kv_ring_clear(KvRing *ring)
 {
+    ring->dropped = gpu_event_unref(ring->dropped);
     for (uint32_t i = 0; i < ring->n_slots; i++) {
         ring->slots[i].filled = gpu_event_unref(ring->slots[i].filled);
         ring->slots[i].read = gpu_event_unref(ring->slots[i].read);
@@ -94,6 +95,11 @@ static int slot_fill(KvRing *ring, KvRingSlot *slot, const KvTile *tile, const K
     Stretch stretch = {0};
     int r;
 
+    if (slot->unread && slot->filled) {
+        (void)gpu_event_unref(ring->dropped);
+        ring->dropped = gpu_event_ref(slot->filled);
+    }
+    slot->unread = true;
     slot->n_loads = 0; /* until all is queued */
     for (uint32_t i = 0; i < tile->n_loads; i++) {
         const KvLoad *load = &loads[tile->first_load + i];
@@ -182,8 +188,20 @@ int kv_ring_release(KvRing *ring, KvHomeEvents home, GpuEvent *event)
 
     (void)gpu_event_unref(slot->read);
     slot->read = event;
+    slot->unread = false;
     ring->n_read++;
     return ring_advance(ring, home);
+}
+
+void kv_ring_readers(const KvRing *ring, const KvBlock *block, uint32_t page, uint32_t plane, uint32_t *slots)
+{
+    for (uint32_t i = 0; i < ring->n_slots; i++) {
+        const KvRingSlot *slot = &ring->slots[i];
+
+        for (uint32_t l = 0; slot->unread && slot->plane == plane && l < slot->n_loads; l++)
+            if (slot->loads[l].block == block && slot->loads[l].n_pages > page)
+                *slots |= UINT32_C(1) << i;
+    }
 }
 
 void kv_ring_end(KvRing *ring)

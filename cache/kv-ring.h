@@ -17,6 +17,7 @@ typedef struct KvRingSlot {
     GpuBuffer *buffer;
     GpuEvent *filled; /* the copy of what is in it, or on its way */
     GpuEvent *read;   /* the last kernel that read it */
+    bool unread;      /* no kernel reads it yet */
     uint32_t plane, n_loads;
     KvLoad *loads;    /* what is in it (max_loads entries); n_loads 0: nothing */
 } KvRingSlot;
@@ -44,6 +45,7 @@ typedef struct KvRing {
     uint64_t head;       /* number of the pass's first tile, counted over all passes */
     KvRingPlace queued;  /* the first tile of this pass whose copy is not queued */
     uint64_t n_read;     /* tiles of this pass whose kernels are queued */
+    GpuEvent *dropped;   /* the last copy that was queued and then not wanted */
 } KvRing;
 
 /* What copies of one layer wait for: pages of passes after @settled may still be on their way home. */
@@ -64,6 +66,9 @@ int kv_ring_begin(KvRing *ring, bool next, KvHomeEvents home);
 int kv_ring_acquire(KvRing *ring, KvHomeEvents home, KvRingSlot **ret);
 /* The kernels that read it are queued, the last with @event (taken): queues what comes next. */
 int kv_ring_release(KvRing *ring, KvHomeEvents home, GpuEvent *event);
+/* Copies that may still read page @page of @block in the plane: one that was queued ahead and is not wanted any more, since the past was cut
+ * or its block has another owner, may read while new content arrives.  @slots: bits of those of the slots, added to. */
+void kv_ring_readers(const KvRing *ring, const KvBlock *block, uint32_t page, uint32_t plane, uint32_t *slots);
 /* The pass is over, or given up. */
 void kv_ring_end(KvRing *ring);
 /* Forgets what is in the slots; no copy may be in flight. */
