@@ -30,13 +30,8 @@ KvGroupScale kv_group_leat(const float *x, uint32_t n, int bits, KvLevels levels
 KvGroupScale kv_group_quanto(const float *x, uint32_t n, int bits, uint8_t *ret_codes);
 KvGroupScale kv_group_hqq(const float *x, uint32_t n, int bits, uint8_t *ret_codes);
 
-/* @scale > 0; the largest number stands for all beyond it, NaN for zero. */
-uint8_t kv_e4m3_encode(float x, float scale);
-float kv_e4m3_decode(uint8_t code);
-
-/* 1 / x, and a / x, for normal x > 0 by a fixed number of exactly rounded steps: the same bits on every device, unlike OpenCL's division. */
-float kv_reciprocal(float x);
-float kv_quotient(float a, float x);
+/* One number of fp8, @scale > 0; zero stands for NaN. */
+uint8_t kv_group_fp8(float x, float scale);
 
 /* What @form uses of a calibration; NULL: nothing. */
 const float *kv_form_k_mean(KvForm form, const KvCalibration *calibration);

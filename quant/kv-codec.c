@@ -4,6 +4,7 @@
 #include "quant/kv-codec-internal.h"
 
 #include "quant/base/half.h"
+#include "quant/kv-fp8.h"
 
 #include <math.h>
 #include <string.h>
@@ -248,7 +249,7 @@ static void pack_token(const Coder *coder, uint32_t token, const float *rope, co
     }
     for (uint32_t d = 0; d < side->dim; d++)
         if (coder->form.kind == KV_FORM_FP8)
-            record[fp8_byte(side, token, d)] = kv_e4m3_encode(x[d], coder->fp8_scale);
+            record[fp8_byte(side, token, d)] = kv_group_fp8(x[d], coder->fp8_scale);
         else
             plain_put(record + side->offset, coder->form.kind, plain_index(side, token, d), x[d]);
 }
@@ -301,7 +302,7 @@ static float decode(const Side *side, KvForm form, const uint8_t *record, uint32
     if (side->n_groups > 0)
         return decode_group(side, form, record, token, dim);
     if (form.kind == KV_FORM_FP8)
-        return kv_e4m3_decode(record[fp8_byte(side, token, dim)]);
+        return kv_fp8_decode(record[fp8_byte(side, token, dim)]);
     return plain_get(record + side->offset, form.kind, plain_index(side, token, dim));
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * How a group of values becomes codes: must equal quant/kv-group-leat.c and quant/kv-group-affine.c bit for bit, so every step there has
- * its counterpart here in the same order.  A lane is a token: x[d] holds dim d of W tokens.
+ * How a group of values becomes codes: must equal quant/kv-group-leat.c and quant/kv-group-affine.c (with the references behind it, quant/
+ * kv-quanto.c, kv-hqq.c and kv-fp8.c) bit for bit, so every step there has its counterpart here in the same order.  A lane is a token: x[d] holds dim d of W tokens.
  *
  * Each form defines  coder_make(): what the codes of a group are made with, and the bits of scale and zero that are stored;
  *                    coder_code(): the code of one value.
@@ -26,6 +26,7 @@ static inline vfloat reciprocal(vfloat x)
     return y;
 }
 
+/* a / x, rounded correctly: the remainder is exact. */
 static inline vfloat quotient(vfloat a, vfloat x)
 {
     vfloat y = reciprocal(x), q = a * y;
@@ -212,90 +213,89 @@ static inline Coder coder_make(const vfloat *x, int n, int bits, float8 factors,
 
 static inline vint coder_code(vfloat x, Coder coder, int bits)
 {
-    vfloat t = half_round(quotient(half_round(input_round(x) - coder.b), coder.a > 0.0f ? coder.a : (vfloat)(1.0f)));
+    const float top = (float)((1 << bits) - 1);
+    vfloat distance = half_round(input_round(x) - coder.b);
+    vfloat t = half_round(quotient(distance, coder.a > 0.0f ? coder.a : (vfloat)(1.0f)));
 
-    t = coder.a > 0.0f ? t : (vfloat)(0.0f);
-    return TO_VINT(integer_round(clamp_code(t, (float)((1 << bits) - 1))));
+    t = coder.a > 0.0f ? t : distance > 0.0f ? (vfloat)(top) : (vfloat)(0.0f);
+    return TO_VINT(integer_round(clamp_code(t, top)));
 }
 
 #elif FORM == 4
 
-static inline vfloat log_two(vfloat x)
+#define HQQ_LANES 64
+#define ZERO_MOST 64992.0f
+
+static inline vfloat hqq_power(vfloat u)
 {
-    vuint bits = AS_VUINT(x);
-    vfloat exponent = TO_VFLOAT(AS_VINT(bits >> 23) - 127), m = AS_VFLOAT((bits & 0x7fffffu) | 0x3f800000u), s, t, p;
+    vfloat y = AS_VFLOAT((vuint)(0x5285a1cau) - AS_VUINT(u) / 10u * 3u);
 
-    exponent = m > 1.41421356237309504880f ? exponent + 1.0f : exponent;
-    m = m > 1.41421356237309504880f ? m * 0.5f : m;
-    s = quotient(m - 1.0f, m + 1.0f);
-    t = s * s;
-    p = fma(t, (vfloat)(0.32059889f), (vfloat)(0.41219858f));
-    p = fma(p, t, (vfloat)(0.57707802f));
-    p = fma(p, t, (vfloat)(0.96179669f));
-    p = fma(p, t, (vfloat)(2.8853901f));
-    return fma(s, p, exponent);
-}
+    for (int i = 0; i < 4; i++) {
+        vfloat w = u * y * y * y;
 
-static inline vfloat exp_two(vfloat x)
-{
-    vfloat shifted = x + TO_INTEGER, rest = x - (shifted - TO_INTEGER), p;
-
-    p = fma((vfloat)(1.5403530e-4f), rest, (vfloat)(1.3333558e-3f));
-    p = fma(p, rest, (vfloat)(9.6181291e-3f));
-    p = fma(p, rest, (vfloat)(5.5504109e-2f));
-    p = fma(p, rest, (vfloat)(2.4022651e-1f));
-    p = fma(p, rest, (vfloat)(6.9314718e-1f));
-    p = fma(p, rest, (vfloat)(1.0f));
-    return AS_VFLOAT(AS_VUINT(p) + (AS_VUINT(shifted) << 23));
+        y = fma(y * 0.1f, 1.0f - w * w * w * y, y);
+    }
+    return y;
 }
 
 static inline vfloat shrink(vfloat u)
 {
-    vfloat magnitude = fabs(u), raised = magnitude > 0.1f ? magnitude : (vfloat)(0.1f);
-    vfloat left = fma(exp_two(-0.3f * log_two(raised)), (vfloat)(-1.0f / 10.0f), raised);
+    vfloat size = fabs(u), rest = size - 0.1f * hqq_power(size < 0.16f ? (vfloat)(0.16f) : size);
 
-    left = left > 0.0f ? left : (vfloat)(0.0f);
-    return u < 0.0f ? -left : left;
+    rest = size >= 0.16f && rest > 0.0f ? rest : (vfloat)(0.0f);
+    return u < 0.0f ? -rest : rest;
 }
 
 static inline vfloat hqq_code(vfloat x, vfloat scale, vfloat zero, float top)
 {
-    return integer_round(clamp_code(fma(x, scale, zero), top));
+    return integer_round(clamp_code(x * scale + zero, top));
+}
+
+/* A sum beside its rounding errors. */
+typedef struct { vfloat high, low; } Sum;
+
+static inline void sum_add(Sum *sum, vfloat x)
+{
+    vfloat high = sum->high + x, added = high - sum->high;
+
+    sum->low += (sum->high - (high - added)) + (x - added);
+    sum->high = high;
 }
 
 static inline vfloat next_zero(const vfloat *x, int n, vfloat scale, vfloat zero, float top, vfloat *ret_error)
 {
-    vfloat sum = 0.0f, error = 0.0f, count = (float)n;
+    vfloat zeros[HQQ_LANES];
+    Sum errors[HQQ_LANES];
 
+    for (int i = 0; i < HQQ_LANES; i++)
+        zeros[i] = errors[i].high = errors[i].low = 0.0f;
     for (int i = 0; i < n; i++) {
-        vfloat y = input_round(x[i]), code = hqq_code(y, scale, zero, top), difference = y - quotient(code - zero, scale);
+        vfloat y = input_round(x[i]), code = hqq_code(y, scale, zero, top), error = y - quotient(code - zero, scale);
 
-        sum += fma(shrink(difference) - y, scale, code);
-        error += fabs(difference);
+        zeros[i % HQQ_LANES] += code - (y - shrink(error)) * scale;
+        sum_add(&errors[i % HQQ_LANES], fabs(error));
     }
-    *ret_error = quotient(error, count);
-    return quotient(sum, count);
-}
-
-static inline vfloat inverse_scale(vfloat low, vfloat high, float top)
-{
-    vfloat range = high - low, magnitude = fabs(low) > fabs(high) ? fabs(low) : fabs(high), most, scale;
-
-    scale = range > 1e-4f ? quotient((vfloat)(top), range > 1e-4f ? range : (vfloat)(1.0f)) : (vfloat)(1.0f);
-    most = quotient((vfloat)(65504.0f - 512.0f), magnitude > 1.0f ? magnitude : (vfloat)(1.0f));
-    most = most < 20000.0f ? most : (vfloat)(20000.0f);
-    return scale < most ? scale : most;
+    for (int width = HQQ_LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) {
+            zeros[i] += zeros[i + width];
+            sum_add(&errors[i], errors[i + width].high);
+            errors[i].low += errors[i + width].low;
+        }
+    *ret_error = quotient(errors[0].high + errors[0].low, (vfloat)((float)n));
+    return quotient(zeros[0], (vfloat)((float)n));
 }
 
 /* Lanes that have stopped keep their zero. */
 static inline Coder coder_make(const vfloat *x, int n, int bits, float8 factors, vuint *ret_scale, vuint *ret_zero)
 {
     const float top = (float)((1 << bits) - 1);
-    vfloat low, high, scale, zero, best = INFINITY, going = 1.0f;
+    vfloat low, high, range, scale, zero, most, far, best = INFINITY, going = 1.0f;
 
     group_range(x, n, &low, &high);
-    scale = inverse_scale(low, high, top);
-    zero = (0.0f - low) * scale;
+    range = high - low;
+    scale = range <= 1e-4f ? (vfloat)(1.0f) : quotient((vfloat)(1.0f), range <= 1e-4f ? (vfloat)(1.0f) : range) * top;
+    scale = scale > 2e4f ? (vfloat)(2e4f) : scale;
+    zero = -low * scale;
     for (int i = 0; i < 20; i++) {
         vfloat error, next = next_zero(x, n, scale, zero, top, &error);
 
@@ -305,7 +305,11 @@ static inline Coder coder_make(const vfloat *x, int n, int bits, float8 factors,
         if (vector_max(going) == 0.0f)
             break;
     }
-    *ret_scale = half_bits(reciprocal(scale));
+    most = fabs(low) > fabs(high) ? fabs(low) : fabs(high);
+    far = quotient((vfloat)(ZERO_MOST), most > 1.0f ? most : (vfloat)(1.0f));
+    scale = fabs(zero) > ZERO_MOST ? far : scale;
+    zero = fabs(zero) > ZERO_MOST ? 0.0f - low * far : zero;
+    *ret_scale = half_bits(quotient((vfloat)(1.0f), scale));
     *ret_zero = signed_half_bits(zero);
     return (Coder){scale, zero};
 }

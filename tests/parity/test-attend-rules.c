@@ -106,6 +106,22 @@ static void rows_do_not_depend_on_tiles_spread_or_company(void **state)
     check_cuts(*state, kv_form_default(KV_FORM_F16), false, ATTEND_KERNELS_AUTO);
 }
 
+/* Other tails, no sinks or a page of them, small groups, transforms: the border of every row lies elsewhere. */
+static void rows_of_other_forms_do_not_depend_on_it_either(void **state)
+{
+    KvForm low = kv_form_leat(3, 2), hqq = kv_form_default(KV_FORM_HQQ), fp8 = kv_form_default(KV_FORM_FP8);
+
+    low.tail_tokens = 96;
+    low.sink_tokens = 0;
+    low.group_dims = 32;
+    low.centre = KV_CENTRE_AFTER_ROPE;
+    low.pair_scale = true;
+    hqq.sink_tokens = 32;
+    check_cuts(*state, low, false, ATTEND_KERNELS_AUTO);
+    check_cuts(*state, hqq, false, ATTEND_KERNELS_AUTO);
+    check_cuts(*state, fp8, false, ATTEND_KERNELS_AUTO);
+}
+
 static void rows_do_not_depend_on_tiles_spread_or_company_on_lanes(void **state)
 {
     check_cuts(*state, kv_form_leat(4, 5), false, ATTEND_KERNELS_LANES);
@@ -144,7 +160,8 @@ static void refilled_ring_goes_on_with_the_same_bits(void **state)
 
 static void planned_bytes_are_the_allocated_ones(void **state)
 {
-    const KvForm forms[] = {kv_form_default(KV_FORM_F32), kv_form_default(KV_FORM_F16), kv_form_leat(5, 4), kv_form_leat(8, 8)};
+    const KvForm forms[] = {kv_form_default(KV_FORM_F32),    kv_form_default(KV_FORM_F16), kv_form_leat(5, 4), kv_form_leat(8, 8),
+                            kv_form_default(KV_FORM_QUANTO), kv_form_default(KV_FORM_FP8)};
     float inv_freq[64] = {1.0f};
     Gpu *gpu = *state;
 
@@ -220,6 +237,7 @@ int main(void)
 {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(rows_do_not_depend_on_tiles_spread_or_company),
+        cmocka_unit_test(rows_of_other_forms_do_not_depend_on_it_either),
         cmocka_unit_test(rows_do_not_depend_on_tiles_spread_or_company_on_lanes),
         cmocka_unit_test(refilled_ring_goes_on_with_the_same_bits),
         cmocka_unit_test(planned_bytes_are_the_allocated_ones),

@@ -1,8 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Attention against the double precision answer.  Seed: values are hashes of their place (tests/lib/attend-world.c).
- * Tolerance, of the largest output of the row's head: float32 kernels 1e-5, integer kernels 3e-3; 7e-2 for the integer kernels where
- * |q| |k| / 8 reaches 700, as a query of 14 bits moves a score by 1e-4 of it.
+ * Attention against the double precision answer, packed pages against kv_pack_page() byte for byte (tests/lib/attend-world.c).  Seed:
+ * values are hashes of their place.
+ *
+ * A covering array of 59 programs: every pair of K and V bits of every form once; every bits of leat, on either side, with every head
+ * size; the transforms, groups, sinks, tails and kernels dealt out over them.  With LEAT_SOAK set: all head sizes and kernels for every
+ * pair.  LEAT_TEST_ROWS=FIRST-LAST picks rows of the array.
+ *
+ * Tolerance, of the largest output of the row's head: float32 kernels 1e-5; integer kernels 3e-3; for extreme values 7e-2, as a query of
+ * 14 bits moves a score by 1e-4 of |q| |k| / 8, which reaches 700.
  */
 
 #include "tests/lib/attend-world.h"
@@ -119,89 +125,179 @@ static bool device_has(const GpuInfo *info, AttendKernels kernels)
            (kernels == ATTEND_KERNELS_VNNI && info->simd >= GPU_SIMD_AVX512VNNI);
 }
 
-static void check(void **state, KvForm form, KvShape shape, bool exact, bool calibrated, AttendKernels kernels,
-                  float (*value)(int, uint32_t, uint32_t, uint32_t, uint32_t), double tolerance)
-{
-    Fixture *fixture = *state;
-    WorldOptions options = {
-        .attend = {.form = form, .shape = shape, .exact = exact, .tail_bits = form.kind == KV_FORM_F32 ? 32 : 16,
-                   .scale = 1.0f / sqrtf((float)shape.k_head_dim), .max_rows = 256, .max_refs = 64, .kernels = kernels},
-        .max_tokens = 512, .calibrated = calibrated, .value = value,
-    };
-    _cleanup_(world_freep) World *world = NULL;
-    double error;
+/* One program. */
+typedef struct Row {
+    KvForm form;
+    KvShape shape;
+    AttendKernels kernels; /* AUTO instead where the device has them not */
+    bool extreme;
+} Row;
 
-    if (!device_has(&fixture->info, kernels)) {
-        printf("  kernels %d: not on this device\n", (int)kernels);
-        return;
-    }
-    world = world_new(fixture->gpu, &options);
-    error = walk(world, &shape, ragged_passes, N_ELEMENTS(ragged_passes), N_ELEMENTS(ragged_passes) - 4);
-    printf("  form %d K%u V%u, heads %u/%u of %u/%u, rotary %u, kernels %d: error %.2e of %.0e\n", (int)form.kind, form.k_bits,
-           form.v_bits, shape.n_heads, shape.n_kv_heads, shape.k_head_dim, shape.v_head_dim, shape.rotary_dim, (int)world_kernels(world),
-           error, tolerance);
+static double tolerance_of(const Row *row, AttendKernels kernels)
+{
+    return kernels < ATTEND_KERNELS_BW ? 1e-5 : row->extreme ? 7e-2 : 3e-3;
+}
+
+static void check(Fixture *fixture, const Row *row)
+{
+    const KvForm *f = &row->form;
+    AttendKernels kernels = device_has(&fixture->info, row->kernels) ? row->kernels : ATTEND_KERNELS_AUTO;
+    WorldOptions options = {
+        .attend = {.form = *f, .shape = row->shape, .exact = kernels > ATTEND_KERNELS_AUTO && kernels < ATTEND_KERNELS_BW,
+                   .tail_bits = f->kind == KV_FORM_F32 ? 32 : 16, .scale = 1.0f / sqrtf((float)row->shape.k_head_dim), .max_rows = 256,
+                   .max_refs = 64, .kernels = kernels},
+        .max_tokens = 512, .calibrated = true, .value = row->extreme ? extreme : ordinary,
+    };
+    _cleanup_(world_freep) World *world = world_new(fixture->gpu, &options);
+    double error = walk(world, &row->shape, ragged_passes, N_ELEMENTS(ragged_passes), N_ELEMENTS(ragged_passes) - 4);
+    double tolerance = tolerance_of(row, world_kernels(world));
+
+    printf("  %s K%u V%u, heads %u/%u of %u/%u, rotary %u, groups of %u, centre %d, pair scale %d, rotation %d, levels %d, sinks %u, tail %u, "
+           "kernels %d: error %.2e of %.0e\n",
+           kv_form_kind_to_string(f->kind), f->k_bits, f->v_bits, row->shape.n_heads, row->shape.n_kv_heads, row->shape.k_head_dim,
+           row->shape.v_head_dim, row->shape.rotary_dim, f->group_dims, (int)f->centre, f->pair_scale, (int)f->rotation, (int)f->levels, f->sink_tokens,
+           f->tail_tokens, (int)world_kernels(world), error, tolerance);
+    (void)fflush(stdout);
     assert_true(error <= tolerance);
 }
 
-#define F32       (kv_form_default(KV_FORM_F32))
-#define F16       (kv_form_default(KV_FORM_F16))
-#define LEAT(k, v) kv_form_leat(k, v)
+/* ---- the array ---------------------------------------------------------------------------------------------------------------- */
 
-static void float_kernels_on_lanes_equal_the_definition(void **state)
+static const uint32_t head_dims[] = {64, 80, 128, 32, 96, 256, 112};
+#define N_HEAD_DIMS N_ELEMENTS(head_dims)
+
+/* Everything but bits, head size and kernels, dealt out by the row's number so that nearly all pairs of values meet (searched for). */
+static Row deal(uint32_t i, KvForm form, uint32_t head_dim, AttendKernels kernels)
 {
-    check(state, F32, (KvShape){9, 3, 64, 64, 64}, true, false, ATTEND_KERNELS_LANES, ordinary, 1e-5);
-    check(state, F16, (KvShape){4, 1, 80, 80, 80}, true, false, ATTEND_KERNELS_LANES, ordinary, 1e-5);
-    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64, 64}, true, true, ATTEND_KERNELS_LANES, extreme, 1e-5);
-    check(state, LEAT(8, 5), (KvShape){2, 2, 80, 80, 40}, true, true, ATTEND_KERNELS_LANES, ordinary, 1e-5);
-    check(state, LEAT(5, 4), (KvShape){4, 2, 192, 112, 64}, true, true, ATTEND_KERNELS_LANES, ordinary, 1e-5);
+    static const uint16_t groups[] = {64, 32, 16, 128, 48}, sinks[] = {4, 0, 32}, tails[] = {32, 0, 64, 128, 32, 96, 32};
+    static const uint32_t heads[][2] = {{3, 1}, {4, 2}, {2, 2}, {8, 1}, {6, 3}};
+    const uint32_t *n = heads[i % N_ELEMENTS(heads)];
+    Row row = {.form = form, .shape = {n[0], n[1], head_dim, head_dim, i / 5 % 4 == 1 ? head_dim / 2 : head_dim}, .kernels = kernels, .extreme = i % 6 == 5};
+
+    row.form.sink_tokens = sinks[i % N_ELEMENTS(sinks)];
+    row.form.tail_tokens = tails[i % N_ELEMENTS(tails)];
+    if (!kv_form_is_coded(form))
+        return row;
+    if (form.kind != KV_FORM_FP8)
+        row.form.group_dims = groups[i % N_ELEMENTS(groups)];
+    row.form.rotation = i / 7 % 2 == 0 ? KV_ROTATION_HADAMARD : KV_ROTATION_NONE;
+    row.form.centre = (KvCentre[]){KV_CENTRE_BEFORE_ROPE, KV_CENTRE_NONE, KV_CENTRE_AFTER_ROPE, KV_CENTRE_BEFORE_ROPE}[i / 6 % 4];
+    row.form.pair_scale = i / 3 % 2;
+    row.form.levels = form.kind == KV_FORM_LEAT && i % 4 == 3 ? KV_LEVELS_PLAIN : KV_LEVELS_SEARCHED;
+    return row;
 }
 
-static void float_kernels_on_vectors_equal_the_definition(void **state)
+/* GPU kernels take PoCL half a minute of compiling: some rows of each form. */
+static AttendKernels deal_kernels(uint32_t i, KvFormKind kind)
 {
-    check(state, F32, (KvShape){9, 3, 64, 64, 64}, true, false, ATTEND_KERNELS_VECTORS, ordinary, 1e-5);
-    check(state, F16, (KvShape){8, 1, 96, 96, 96}, true, false, ATTEND_KERNELS_VECTORS, extreme, 1e-5);
-    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64, 64}, true, true, ATTEND_KERNELS_VECTORS, extreme, 1e-5);
-    check(state, LEAT(4, 5), (KvShape){4, 4, 80, 80, 80}, true, true, ATTEND_KERNELS_VECTORS, ordinary, 1e-5);
-    check(state, LEAT(8, 8), (KvShape){4, 1, 256, 256, 256}, true, true, ATTEND_KERNELS_VECTORS, ordinary, 1e-5);
-    check(state, LEAT(4, 5), (KvShape){4, 2, 112, 192, 0}, true, true, ATTEND_KERNELS_VECTORS, ordinary, 1e-5);
-    check(state, F32, (KvShape){4, 2, 32, 160, 32}, true, false, ATTEND_KERNELS_VECTORS, ordinary, 1e-5);
+    static const AttendKernels grouped[] = {ATTEND_KERNELS_VNNI, ATTEND_KERNELS_VECTORS, ATTEND_KERNELS_BW, ATTEND_KERNELS_VNNI};
+    static const uint32_t lanes[] = {2, 18, 34, 43, 50, 55, 58};
+
+    for (size_t k = 0; k < N_ELEMENTS(lanes); k++)
+        if (i == lanes[k])
+            return ATTEND_KERNELS_LANES;
+    return kind == KV_FORM_LEAT || kind == KV_FORM_QUANTO || kind == KV_FORM_HQQ ? grouped[i % N_ELEMENTS(grouped)] : ATTEND_KERNELS_VECTORS;
 }
 
-static void integer_kernels_with_vnni_stay_within_three_thousandths(void **state)
+static bool is_chosen(uint32_t i)
 {
-    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64, 64}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
-    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64, 64}, false, true, ATTEND_KERNELS_VNNI, extreme, 7e-2);
-    check(state, LEAT(8, 8), (KvShape){8, 1, 128, 128, 128}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
-    check(state, LEAT(4, 5), (KvShape){4, 4, 32, 32, 16}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
-    check(state, LEAT(5, 5), (KvShape){2, 1, 256, 256, 256}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
-    check(state, LEAT(5, 4), (KvShape){4, 2, 80, 112, 32}, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
+    const char *rows = getenv("LEAT_TEST_ROWS");
+    unsigned first, last;
+
+    return !rows || sscanf(rows, "%u-%u", &first, &last) != 2 || (i >= first && i <= last);
 }
 
-static void integer_kernels_without_vnni_stay_within_three_thousandths(void **state)
+static void check_pair(Fixture *fixture, uint32_t i, KvForm form, uint32_t dim)
 {
-    check(state, LEAT(5, 4), (KvShape){9, 3, 64, 64, 64}, false, true, ATTEND_KERNELS_BW, extreme, 7e-2);
-    check(state, LEAT(8, 8), (KvShape){8, 2, 128, 128, 128}, false, true, ATTEND_KERNELS_BW, ordinary, 3e-3);
-    check(state, LEAT(5, 5), (KvShape){4, 1, 192, 64, 64}, false, true, ATTEND_KERNELS_BW, ordinary, 3e-3);
+    Row row;
+
+    if (!is_chosen(i))
+        return;
+    if (!getenv("LEAT_SOAK")) {
+        row = deal(i, form, head_dims[dim % N_HEAD_DIMS], deal_kernels(i, form.kind));
+        check(fixture, &row);
+        return;
+    }
+    for (uint32_t d = 0; d < N_HEAD_DIMS; d++)
+        for (int kernels = ATTEND_KERNELS_LANES; kernels <= ATTEND_KERNELS_VNNI; kernels++)
+            if (device_has(&fixture->info, (AttendKernels)kernels) && (kernels < ATTEND_KERNELS_BW || deal(i, form, 64, 0).form.group_dims)) {
+                row = deal(i + d, form, head_dims[d], (AttendKernels)kernels);
+                check(fixture, &row);
+            }
 }
 
-/* Many query heads over one wide key and value head, the shape of latent attention. */
-static void heads_of_576_and_512_equal_the_definition(void **state)
+/* All pairs of some bits. */
+static void check_bits(void **state, uint32_t i, KvFormKind kind, const uint8_t *bits, uint32_t n_bits)
 {
-    const KvShape shape = {16, 1, 576, 512, 64};
+    KvForm form = kv_form_default(kind);
 
-    check(state, LEAT(5, 4), shape, true, true, ATTEND_KERNELS_VECTORS, ordinary, 1e-5);
-    check(state, LEAT(5, 4), shape, false, true, ATTEND_KERNELS_VNNI, ordinary, 3e-3);
-    check(state, F16, shape, true, false, ATTEND_KERNELS_VECTORS, ordinary, 1e-5);
+    for (uint32_t k = 0; k < n_bits; k++)
+        for (uint32_t v = 0; v < n_bits; v++, i++) {
+            form.k_bits = bits[k];
+            form.v_bits = bits[v];
+            check_pair(*state, i, form, k + v);
+        }
+}
+
+static const uint8_t leat_bits[] = {5, 4, 8, 3, 2, 6}, quanto_bits[] = {4, 2}, hqq_bits[] = {8, 4, 2};
+
+static void all_bits_of_leat_in_pairs(void **state)
+{
+    check_bits(state, 0, KV_FORM_LEAT, leat_bits, N_ELEMENTS(leat_bits));
+}
+
+/* Row (k, v) above has head size k + v of seven: for each bits the seventh is missing. */
+static void all_bits_of_leat_with_the_head_size_that_their_pairs_left_out(void **state)
+{
+    for (uint32_t k = 0; k < N_ELEMENTS(leat_bits); k++)
+        check_pair(*state, 36 + k, kv_form_leat(leat_bits[k], leat_bits[k]), k + 6);
+}
+
+static void all_bits_of_quanto_in_pairs(void **state)
+{
+    check_bits(state, 42, KV_FORM_QUANTO, quanto_bits, N_ELEMENTS(quanto_bits));
+}
+
+static void all_bits_of_hqq_in_pairs(void **state)
+{
+    check_bits(state, 46, KV_FORM_HQQ, hqq_bits, N_ELEMENTS(hqq_bits));
+}
+
+static void fp8_and_what_is_not_coded(void **state)
+{
+    check_pair(*state, 55, kv_form_default(KV_FORM_FP8), 0);
+    check_pair(*state, 56, kv_form_default(KV_FORM_F16), 1);
+    check_pair(*state, 57, kv_form_default(KV_FORM_FP8), 3);
+    check_pair(*state, 58, kv_form_default(KV_FORM_F32), 0);
+}
+
+/* K and V of different widths, without RoPE, and heads too long for most registers and local memories. */
+static void keys_and_values_of_different_widths(void **state)
+{
+    const Row rows[] = {
+        {kv_form_leat(5, 4), {4, 2, 192, 112, 64}, ATTEND_KERNELS_LANES, false},
+        {kv_form_leat(4, 5), {4, 2, 112, 192, 0}, ATTEND_KERNELS_VECTORS, false},
+        {kv_form_default(KV_FORM_F32), {4, 2, 32, 160, 32}, ATTEND_KERNELS_VECTORS, false},
+        {kv_form_leat(3, 2), {4, 2, 80, 112, 32}, ATTEND_KERNELS_VNNI, false},
+        {kv_form_leat(6, 5), {4, 1, 192, 64, 64}, ATTEND_KERNELS_BW, false},
+        {kv_form_leat(5, 4), {16, 1, 576, 512, 64}, ATTEND_KERNELS_VECTORS, false},
+        {kv_form_leat(5, 4), {16, 1, 576, 512, 64}, ATTEND_KERNELS_VNNI, false},
+        {kv_form_default(KV_FORM_F16), {16, 1, 576, 512, 64}, ATTEND_KERNELS_VECTORS, false},
+    };
+
+    for (size_t i = 0; i < N_ELEMENTS(rows); i++)
+        check(*state, &rows[i]);
 }
 
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(float_kernels_on_lanes_equal_the_definition),
-        cmocka_unit_test(float_kernels_on_vectors_equal_the_definition),
-        cmocka_unit_test(integer_kernels_with_vnni_stay_within_three_thousandths),
-        cmocka_unit_test(integer_kernels_without_vnni_stay_within_three_thousandths),
-        cmocka_unit_test(heads_of_576_and_512_equal_the_definition),
+        cmocka_unit_test(all_bits_of_leat_in_pairs),
+        cmocka_unit_test(all_bits_of_leat_with_the_head_size_that_their_pairs_left_out),
+        cmocka_unit_test(all_bits_of_quanto_in_pairs),
+        cmocka_unit_test(all_bits_of_hqq_in_pairs),
+        cmocka_unit_test(fp8_and_what_is_not_coded),
+        cmocka_unit_test(keys_and_values_of_different_widths),
     };
 
     cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));

@@ -306,10 +306,9 @@ static uint64_t loose_mix(uint64_t state, uint32_t position, uint32_t id, bool p
     return state ^ state >> 29;
 }
 
-/* What the row at @position must give when the keys' numbers are ids[0..position], in a form with the usual sinks and tail. */
-static uint64_t loose_expected(const uint32_t *ids, uint32_t position)
+/* What the row at @position must give when the keys' numbers are ids[0..position]. */
+static uint64_t loose_expected(KvForm form, const uint32_t *ids, uint32_t position)
 {
-    KvForm form = kv_form_default(KV_FORM_LEAT);
     uint32_t n_packed = kv_packed_pages(form, position);
     uint64_t state = 1;
 
