@@ -67,22 +67,22 @@ static int fill_mark(KvMark *mark, const KvSectionPast *from, bool windowed)
     return 0;
 }
 
-static int fill_checkpoint(const KvPast *past, KvCheckpoint *checkpoint)
+static int fill_checkpoint(const KvPast *past, KvCheckpoint *checkpoint, ErrorDetail *reterr)
 {
     KvStore *store = past->store;
     int r;
 
     checkpoint->length = past->length;
     checkpoint->made = ++store->made;
-    r = kv_tail_save(past->tail, &checkpoint->saved, NULL);
+    r = kv_tail_save(past->tail, &checkpoint->saved, reterr);
     if (!r && past->states.now)
-        r = kv_tail_save(past->states.now, &checkpoint->state, NULL);
+        r = kv_tail_save(past->states.now, &checkpoint->state, reterr);
     for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++)
         r = fill_mark(&checkpoint->marks[s], &past->sections[s], kv_section_is_windowed(&store->sections[s]));
     return error_trace(r);
 }
 
-static int make_checkpoint(KvPast *past)
+static int make_checkpoint(KvPast *past, ErrorDetail *reterr)
 {
     KvStore *store = past->store;
     KvCheckpoint *checkpoint;
@@ -92,8 +92,8 @@ static int make_checkpoint(KvPast *past)
         return 0;
     checkpoint = kv_checkpoint_new(store);
     if (!checkpoint)
-        return error_origin(KV_E_HOST_MEMORY);
-    r = fill_checkpoint(past, checkpoint);
+        return error_detail_set(reterr, error_origin(KV_E_HOST_MEMORY), "cache: no memory for a checkpoint");
+    r = fill_checkpoint(past, checkpoint, reterr);
     if (r) {
         (void)kv_checkpoint_free(store, checkpoint);
         return error_trace(r);
@@ -108,7 +108,7 @@ int kv_cache_checkpoint(KvCache *cache)
 {
     if (cache->in_pass)
         return error_origin(-EBUSY);
-    return error_trace(make_checkpoint(cache->past));
+    return error_trace(make_checkpoint(cache->past, NULL));
 }
 
 /* Whether, of the lengths from @record_from on, one needs a position that the ring has now and will not have when it ends at @end. */
@@ -120,7 +120,7 @@ static bool loses_recorded(const KvSection *section, const KvSectionPast *own, c
     return from <= kv_needed_from(section, past->length) && end > ring && from < end - ring;
 }
 
-int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens)
+int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens, ErrorDetail *reterr)
 {
     KvPast *past = cache->past;
 
@@ -129,7 +129,7 @@ int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens)
 
         if (kv_section_is_packed(section) && !kv_section_is_cross(section) &&
             loses_recorded(section, &past->sections[s], past, past->length + n_tokens))
-            return error_trace(make_checkpoint(past));
+            return error_trace(make_checkpoint(past, reterr));
     }
     return 0;
 }

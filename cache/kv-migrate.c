@@ -96,7 +96,9 @@ static int move_saved(KvMigration *m, const KvSaved *saved, bool state, KvSaved 
         *ret = kv_saved_ref(own);
         return 0;
     }
-    r = kv_saved_new(state ? &m->to->states : &m->to->tails, &own, reterr);
+    r = saved->event ? kv_error(gpu_event_wait(m->from->gpu, saved->event, KV_TIMEOUT_USEC, reterr)) : 0; /* it may still be coming */
+    if (!r)
+        r = kv_saved_new(state ? &m->to->states : &m->to->tails, &own, reterr);
     if (r)
         return error_trace(r);
     if (state)
@@ -112,9 +114,37 @@ static int move_saved(KvMigration *m, const KvSaved *saved, bool state, KvSaved 
     return 0;
 }
 
+/* A tail that is in its slot only.  It is read into memory of the migration: the source's budget need not have room for what leaves it, and
+ * no checkpoint of its gives way. */
+static int fetch_tail(KvMigration *m, const KvTail *tail, bool state, KvSaved **ret, ErrorDetail *reterr)
+{
+    _cleanup_(gpu_event_unrefp) GpuEvent *event = NULL;
+    uint64_t bytes = tail->tails->slot_bytes;
+    uint8_t *memory = malloc(bytes);
+    int r;
+
+    if (!memory)
+        return error_origin(KV_E_HOST_MEMORY);
+    r = gpu_download(m->from->gpu, GPU_QUEUE_COMPUTE, tail->tails->buffer, (uint64_t)tail->slot * bytes, memory, bytes, GPU_WAIT_NONE,
+                     "tail move", &event);
+    if (!r)
+        r = gpu_event_wait(m->from->gpu, event, KV_TIMEOUT_USEC, reterr);
+    if (r) {
+        if (r != GPU_E_HUNG) /* else the device may still write there: leaked rather than freed under it */
+            free(memory);
+        return error_trace(kv_error(r));
+    }
+    r = kv_saved_new(state ? &m->to->states : &m->to->tails, ret, reterr);
+    if (!r && state)
+        memcpy((*ret)->memory, memory, m->to->states.slot_bytes);
+    else if (!r)
+        kv_migrate_tail(m, memory, (*ret)->memory);
+    free(memory);
+    return error_trace(r);
+}
+
 static int move_tail(KvMigration *m, KvTail *tail, bool state, KvTail **ret, ErrorDetail *reterr)
 {
-    _cleanup_(kv_saved_unrefp) KvSaved *saved = NULL;
     _cleanup_(kv_saved_unrefp) KvSaved *own = NULL;
     KvTail *moved = kv_moved_find(&m->tails, tail);
     int r;
@@ -123,11 +153,7 @@ static int move_tail(KvMigration *m, KvTail *tail, bool state, KvTail **ret, Err
         *ret = kv_tail_ref(moved);
         return 0;
     }
-    r = kv_tail_save(tail, &saved, reterr);
-    if (!r && saved->event)
-        r = kv_error(gpu_event_wait(m->from->gpu, saved->event, KV_TIMEOUT_USEC, reterr));
-    if (!r)
-        r = move_saved(m, saved, state, &own, reterr);
+    r = tail->saved ? move_saved(m, tail->saved, state, &own, reterr) : fetch_tail(m, tail, state, &own, reterr);
     if (r)
         return error_trace(r);
     moved = kv_tail_new_from(state ? &m->to->states : &m->to->tails, own);

@@ -85,7 +85,7 @@ static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, Erro
         pass->n_entries = i + 1;
         r = kv_cache_grow(items[i].cache, &pass->entries[i], reterr);
         if (!r && !pass->cross && items[i].cache->past->recording)
-            r = kv_cache_save_recorded(items[i].cache, items[i].n_tokens);
+            r = kv_cache_save_recorded(items[i].cache, items[i].n_tokens, reterr);
     }
     if (!r)
         r = reserve_slots(pass, items, n_items, reterr);

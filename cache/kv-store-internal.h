@@ -199,7 +199,7 @@ static inline uint32_t kv_blocks_of(uint32_t length)
 void kv_pass_skip_layers(KvPass *pass);
 
 /* Recording: a checkpoint, when a pass of @n_tokens is going to overwrite recent tokens that a packed form needs to go back. */
-int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens);
+int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens, ErrorDetail *reterr);
 static inline bool kv_section_is_packed(const KvSection *section)
 {
     return kv_form_is_coded(section->sizes->attend.form);
