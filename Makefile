@@ -189,6 +189,14 @@ check: packages
 	$(Q)tests/check-units $(BUILD)
 	$(Q)LEAT_TEST_MODEL="$$($(SCRIPTS)/fetch-model)" tests/run-tests $(BUILD)
 
+# An hour of random programs on the cache, over all shapes and forms; the seed is printed.  make soak SOAK_SECONDS=600
+SOAK_SECONDS ?= 3600
+.PHONY: soak
+soak: packages
+	$(Q)$(MAKE) --no-print-directory $(BUILD)/tests/parity/test-cache-random
+	$(Q)LEAT_TEST_DATA=tests/data LEAT_TEST_CACHE=$${LEAT_TEST_CACHE:-$(BUILD)/test-cache} LEAT_RANDOM_WIDE=1 LEAT_RANDOM_SECONDS=$(SOAK_SECONDS) \
+	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random
+
 # Includes go down only: daemon -> cache -> opencl -> quant; inside daemon: bus -> engine -> {model, text}.
 .PHONY: check-layers
 check-layers:
@@ -214,6 +222,7 @@ help:
 	  "make shell [CMD='...']  a private bus with the daemon, leat on PATH [CONFIG=FILE.yaml]" \
 	  'make check              all set-up and every test  [SANITIZE=address,undefined]' \
 	  "make test T=NAME [F='*pattern*']  one test program" \
+  'make soak               an hour of random programs on the cache  [SOAK_SECONDS=3600]' \
 	  'make bench              ratios against llama.cpp, in one run on a quiet machine' \
 	  'make install            [DESTDIR=] [PREFIX=/usr] [SYSCONFDIR=/etc]' \
 	  'make clean   make check-layers   V=1 shows commands   DEVELOPER=0 without -Werror'

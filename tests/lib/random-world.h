@@ -1,0 +1,35 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Runs a random program on the real cache, on a device, beside the reference that keeps everything.  After each pass every output of
+ * every layer is compared with the reference within a tolerance, and with every earlier run of the same tokens under the same form and
+ * layers bit for bit: whatever the policy, the chunks and the history were.
+ */
+
+#include "tests/lib/random-program.h"
+
+typedef struct RandomWorld RandomWorld;
+
+typedef struct RandomFailure {
+    uint32_t op;   /* the operation, n_ops for the end */
+    bool no_store; /* not even the beginning */
+    char text[400];
+} RandomFailure;
+
+typedef struct RandomCounts {
+    uint64_t programs, unsupported, operations, passes, rows, refused, reruns, undone, not_undone, migrations, states, bits_compared;
+    double worst_exact, worst_fast; /* distance from the reference, of the head's largest output */
+} RandomCounts;
+
+#define RANDOM_TOLERANCE_EXACT 2e-5
+#define RANDOM_TOLERANCE_FAST  1e-2
+
+RandomWorld *random_world_new(Gpu *gpu);
+RandomWorld *random_world_free(RandomWorld *world);
+DEFINE_CLEANUP(RandomWorld, random_world_free)
+
+/* False when something was not as it must be. */
+bool random_world_run(RandomWorld *world, const RandomProgram *program, RandomFailure *ret);
+const RandomCounts *random_world_counts(const RandomWorld *world);
+/* Outputs of earlier runs are forgotten. */
+void random_world_forget(RandomWorld *world);
