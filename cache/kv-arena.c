@@ -68,6 +68,7 @@ static int arena_new(KvArenas *arenas, uint32_t n_pages, KvArena **ret, ErrorDet
     arena = calloc(1, sizeof(*arena) + n_pages * sizeof(KvBlock));
     if (!arena)
         return error_origin(KV_E_HOST_MEMORY);
+    arena->owner = arenas;
     arena->plane_bytes = (uint64_t)n_pages * arenas->options.page_bytes;
     r = arena_tables(arena, n_pages);
     if (r)
@@ -93,6 +94,11 @@ static int arenas_add(KvArenas *arenas, uint32_t n_pages, ErrorDetail *reterr)
     uint64_t granted = n_pages;
     int r;
 
+    if (arenas->options.limit_pages > 0) {
+        granted = MIN(granted, (uint64_t)(arenas->options.limit_pages - arenas->n_pages));
+        if (granted == 0)
+            return error_detail_set(reterr, KV_E_DEVICE_MEMORY, "cache: %u pages are all that may be here", arenas->n_pages);
+    }
     grown = realloc(arenas->arenas, (arenas->n_arenas + 1) * sizeof(KvArena *));
     if (!grown)
         return error_origin(KV_E_HOST_MEMORY);
@@ -233,7 +239,7 @@ static uint32_t find_place(const KvArena *arena)
     return UINT32_MAX;
 }
 
-static void place_page(KvArenas *arenas, KvBlock *block, uint32_t page)
+static void place_page(KvBlock *block, uint32_t page)
 {
     KvArena *arena = block->arena;
     uint32_t place = block->frame == KV_NO_FRAME ? UINT32_MAX : block->frame * KV_BLOCK_PAGES + page;
@@ -242,18 +248,18 @@ static void place_page(KvArenas *arenas, KvBlock *block, uint32_t page)
         place = find_place(arena);
     arena->used[place / KV_BLOCK_PAGES] |= (uint8_t)(1u << place % KV_BLOCK_PAGES);
     arena->n_used++;
-    arenas->n_used++;
+    arena->owner->n_used++;
     block->pages[page] = place;
 }
 
-static void leave_page(KvArenas *arenas, KvBlock *block, uint32_t page)
+static void leave_page(KvBlock *block, uint32_t page)
 {
     KvArena *arena = block->arena;
     uint32_t place = block->pages[page];
 
     arena->used[place / KV_BLOCK_PAGES] &= (uint8_t)~(1u << place % KV_BLOCK_PAGES);
     arena->n_used--;
-    arenas->n_used--;
+    arena->owner->n_used--;
 }
 
 bool kv_block_can_grow(const KvBlock *block, uint32_t n_filled)
@@ -261,29 +267,31 @@ bool kv_block_can_grow(const KvBlock *block, uint32_t n_filled)
     return n_filled <= block->n_filled || n_filled - block->n_filled <= block->arena->n_pages - block->arena->n_used;
 }
 
-int kv_arenas_grow(KvArenas *arenas, KvBlock *block, uint32_t n_filled, ErrorDetail *reterr)
+int kv_block_grow(KvBlock *block, uint32_t n_filled, ErrorDetail *reterr)
 {
+    KvArenas *arenas = block->arena->owner;
     uint32_t before = block->n_filled, charged = charged_pages(arenas);
 
     if (!kv_block_can_grow(block, n_filled))
         return error_origin(-EINVAL);
     for (; block->n_filled < n_filled; block->n_filled++)
-        place_page(arenas, block, block->n_filled);
+        place_page(block, block->n_filled);
     if (recharge(arenas, charged))
         return 0;
     while (block->n_filled > before)
-        leave_page(arenas, block, --block->n_filled);
+        leave_page(block, --block->n_filled);
     return refuse(arenas, n_filled - before, reterr);
 }
 
-void kv_arenas_shrink(KvArenas *arenas, KvBlock *block, uint32_t first_page, uint32_t n_filled)
+void kv_block_shrink(KvBlock *block, uint32_t first_page, uint32_t n_filled)
 {
+    KvArenas *arenas = block->arena->owner;
     uint32_t charged = charged_pages(arenas);
 
     while (block->n_filled > MAX(n_filled, block->first_page))
-        leave_page(arenas, block, --block->n_filled);
+        leave_page(block, --block->n_filled);
     while (block->first_page < MIN(first_page, block->n_filled))
-        leave_page(arenas, block, block->first_page++);
+        leave_page(block, block->first_page++);
     (void)recharge(arenas, charged);
 }
 
@@ -381,20 +389,20 @@ int kv_arenas_take(KvArenas *arenas, const KvBlock *after, uint32_t first_page, 
     *block = (KvBlock){.arena = arena, .frame = frame, .n_refs = 1, .first_page = first_page, .n_filled = first_page};
     if (frame != KV_NO_FRAME)
         arena->owners[frame] = block;
-    r = kv_arenas_grow(arenas, block, n_filled, reterr);
+    r = kv_block_grow(block, n_filled, reterr);
     if (r) {
-        (void)kv_arenas_unref(arenas, block);
+        (void)kv_block_unref(block);
         return error_trace(r);
     }
     *ret = block;
     return 0;
 }
 
-KvBlock *kv_arenas_unref(KvArenas *arenas, KvBlock *block)
+KvBlock *kv_block_unref(KvBlock *block)
 {
     if (!block || --block->n_refs > 0)
         return NULL;
-    kv_arenas_shrink(arenas, block, 0, 0);
+    kv_block_shrink(block, 0, 0);
     if (block->frame != KV_NO_FRAME)
         block->arena->owners[block->frame] = NULL;
     block->next_free = block->arena->free_blocks;
@@ -420,4 +428,17 @@ void kv_arenas_trim(KvArenas *arenas)
     for (uint32_t i = arenas->n_arenas; i-- > 0;)
         if (arena_is_spare(arenas, arenas->arenas[i]))
             arenas_remove(arenas, i);
+}
+
+int kv_arena_copy(Gpu *gpu, GpuQueue queue, const KvArena *from, uint64_t source, const KvArena *to, uint64_t target, uint64_t bytes,
+                  const char *label, GpuEvent **ret_event)
+{
+    if (from->buffer && to->buffer)
+        return gpu_copy(gpu, queue, to->buffer, target, from->buffer, source, bytes, GPU_WAIT_NONE, label, ret_event);
+    if (from->memory && to->buffer)
+        return gpu_upload(gpu, queue, to->buffer, target, from->memory + source, bytes, GPU_WAIT_NONE, label, ret_event);
+    if (from->buffer)
+        return gpu_download(gpu, queue, from->buffer, source, to->memory + target, bytes, GPU_WAIT_NONE, label, ret_event);
+    memcpy(to->memory + target, from->memory + source, bytes);
+    return 0;
 }

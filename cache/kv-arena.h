@@ -22,6 +22,7 @@
 #include "cache/kv-store.h"
 
 typedef struct KvArena KvArena;
+typedef struct KvArenas KvArenas;
 typedef struct KvBlock KvBlock;
 
 struct KvBlock {
@@ -38,6 +39,7 @@ struct KvBlock {
 #define KV_NO_FRAME UINT32_MAX
 
 struct KvArena {
+    KvArenas *owner;
     uint8_t *memory;   /* home host */
     GpuBuffer *buffer; /* home device, or the wrapped memory, or NULL */
     uint64_t mapped_bytes, plane_bytes;
@@ -56,16 +58,17 @@ typedef struct KvArenaOptions {
     uint32_t n_layers, page_bytes;
     uint32_t first_pages, max_pages; /* of one arena; dynamic growth doubles from first to max */
     uint32_t keep_pages;             /* what kv_arenas_trim() leaves in any case */
+    uint32_t limit_pages;            /* of all arenas together; 0: none */
     KvBudget *device_budget;         /* home device: borrowed; charged for whole arenas.  May be NULL: no limit of ours */
     KvBudget *host_budget;           /* home host: borrowed; charged for pages in use or, when fixed, reserved */
 } KvArenaOptions;
 
-typedef struct KvArenas {
+struct KvArenas {
     KvArenaOptions options;
     KvArena **arenas;
     uint32_t n_arenas, n_pages, n_used;
     uint32_t n_reserved; /* static growth: pages that are promised */
-} KvArenas;
+};
 
 #define KV_ARENAS_NULL ((KvArenas){0})
 
@@ -84,16 +87,16 @@ int kv_arenas_take(KvArenas *arenas, const KvBlock *after, uint32_t first_page, 
 /* Whether the arena of a block has places for it to grow to @n_filled pages; if not, it must be copied to grow. */
 bool kv_block_can_grow(const KvBlock *block, uint32_t n_filled);
 /* Grows it.  KV_E_HOST_MEMORY. */
-int kv_arenas_grow(KvArenas *arenas, KvBlock *block, uint32_t n_filled, ErrorDetail *reterr);
+int kv_block_grow(KvBlock *block, uint32_t n_filled, ErrorDetail *reterr);
 /* Lets go of pages before @first_page and from @n_filled on; no one else refers to them. */
-void kv_arenas_shrink(KvArenas *arenas, KvBlock *block, uint32_t first_page, uint32_t n_filled);
+void kv_block_shrink(KvBlock *block, uint32_t first_page, uint32_t n_filled);
 static inline KvBlock *kv_block_ref(KvBlock *block)
 {
     block->n_refs++;
     return block;
 }
-/* Returns NULL. */
-KvBlock *kv_arenas_unref(KvArenas *arenas, KvBlock *block);
+/* Takes NULL, returns NULL. */
+KvBlock *kv_block_unref(KvBlock *block);
 
 /* Whether kv_arenas_trim() would give memory back: arenas without a page in use that nothing is promised from. */
 bool kv_arenas_can_trim(const KvArenas *arenas);
@@ -101,10 +104,14 @@ bool kv_arenas_can_trim(const KvArenas *arenas);
 void kv_arenas_trim(KvArenas *arenas);
 
 /* Bytes from the arena's start to a page of a layer. */
-static inline uint64_t kv_block_offset(const KvArenas *arenas, const KvBlock *block, uint32_t layer, uint32_t page)
+static inline uint64_t kv_block_offset(const KvBlock *block, uint32_t layer, uint32_t page)
 {
-    return layer * block->arena->plane_bytes + (uint64_t)block->pages[page] * arenas->options.page_bytes;
+    return layer * block->arena->plane_bytes + (uint64_t)block->pages[page] * block->arena->owner->options.page_bytes;
 }
+
+/* Bytes from one arena to another: at once between those in host memory, else queued (@ret_event may be NULL). */
+int kv_arena_copy(Gpu *gpu, GpuQueue queue, const KvArena *from, uint64_t source, const KvArena *to, uint64_t target, uint64_t bytes,
+                  const char *label, GpuEvent **ret_event);
 
 /* How many of pages [first, end) follow each other from the first on. */
 static inline uint32_t kv_block_run(const KvBlock *block, uint32_t first, uint32_t end)

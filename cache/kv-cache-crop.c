@@ -28,7 +28,7 @@ static int refill_source(KvStore *store, const KvArenas *arenas, const KvBlock *
     *offset = 0;
     *index = place;
     return gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, store->fresh[0], (uint64_t)place * page_bytes,
-                      block->arena->memory + kv_block_offset(arenas, block, plane, page), page_bytes, GPU_WAIT_NONE, "kv refill",
+                      block->arena->memory + kv_block_offset(block, plane, page), page_bytes, GPU_WAIT_NONE, "kv refill",
                       NULL);
 }
 
@@ -208,7 +208,7 @@ static void restore_marks(KvPast *past, const KvCheckpoint *checkpoint)
         for (uint32_t b = mark->first_block; b < mark->n_blocks; b++)
             (void)kv_block_ref(mark->blocks[b - mark->first_block]);
         for (uint32_t b = section->first_block; b < section->n_blocks; b++)
-            section->blocks[b] = kv_arenas_unref(&past->store->sections[s].arenas, section->blocks[b]);
+            section->blocks[b] = kv_block_unref(section->blocks[b]);
         for (uint32_t b = mark->first_block; b < mark->n_blocks; b++)
             section->blocks[b] = mark->blocks[b - mark->first_block];
         section->first_block = mark->first_block;

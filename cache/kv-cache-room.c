@@ -9,24 +9,21 @@
 static int copy_plane(KvStore *store, uint32_t layer, const KvBlock *from, KvBlock *to, uint32_t first, uint32_t end)
 {
     const KvLayerPlace *place = &store->sizes.layers[layer];
-    const KvArenas *arenas = &store->sections[place->section].arenas;
-    uint32_t page_bytes = arenas->options.page_bytes, n;
+    uint32_t page_bytes = store->sizes.sections[place->section].layout.page_bytes, n;
     GpuEvent *event;
     int r;
 
     for (; first < end; first += n) {
-        uint64_t source = kv_block_offset(arenas, from, place->plane, first), target = kv_block_offset(arenas, to, place->plane, first);
+        uint64_t source = kv_block_offset(from, place->plane, first), target = kv_block_offset(to, place->plane, first);
 
         n = MIN(kv_block_run(from, first, end), kv_block_run(to, first, end));
-        if (!from->arena->buffer) {
-            memcpy(to->arena->memory + target, from->arena->memory + source, (uint64_t)n * page_bytes);
-            continue;
-        }
-        r = gpu_copy(store->gpu, GPU_QUEUE_DOWNLOAD, to->arena->buffer, target, from->arena->buffer, source, (uint64_t)n * page_bytes,
-                     GPU_WAIT_NONE, "kv unshare", &event);
+        event = NULL;
+        r = kv_arena_copy(store->gpu, GPU_QUEUE_DOWNLOAD, from->arena, source, to->arena, target, (uint64_t)n * page_bytes, "kv unshare",
+                          &event);
         if (r)
             return error_trace(kv_error(r));
-        kv_store_set_home(store, layer, event);
+        if (event)
+            kv_store_set_home(store, layer, event);
     }
     return 0;
 }
@@ -37,10 +34,8 @@ static int copy_block(KvStore *store, uint32_t s, const KvBlock *from, KvBlock *
     int r = 0;
 
     /* On the host nothing orders this copy against pages that still travel: to @from, or to what @to was before. */
-    if (!from->arena->buffer)
+    if (!from->arena->buffer || !to->arena->buffer)
         r = kv_store_settle(store, reterr);
-    else
-        store->home_serial = store->serial;
     for (uint32_t l = 0; l < store->sizes.n_layers && !r; l++)
         if (store->sizes.layers[l].section == s && store->sizes.layers[l].owner == l)
             r = copy_plane(store, l, from, to, from->first_page, n_pages);
@@ -56,7 +51,7 @@ static int take_block(KvStore *store, uint32_t s, const KvSectionPast *past, uin
     int r;
 
     do
-        r = kv_arenas_take(&store->sections[s].arenas, after, first_page, n_filled, ret, reterr);
+        r = kv_section_take(&store->sections[s], after, first_page, n_filled, ret, reterr);
     while (r == KV_E_DEVICE_MEMORY && kv_section_is_windowed(&store->sections[s]) && kv_store_drop_checkpoint(store));
     return error_trace(r);
 }
@@ -65,12 +60,11 @@ static int take_block(KvStore *store, uint32_t s, const KvSectionPast *past, uin
 static int claim_block(KvStore *store, uint32_t s, KvSectionPast *past, KvEntrySection *entry, uint32_t n_pages, uint32_t n_filled,
                        ErrorDetail *reterr)
 {
-    KvArenas *arenas = &store->sections[s].arenas;
     KvBlock **block = &past->blocks[past->n_blocks - 1], *copy;
     int r;
 
     if (((*block)->n_refs == 1 || (*block)->n_filled == n_pages) && kv_block_can_grow(*block, n_filled)) {
-        r = kv_arenas_grow(arenas, *block, n_filled, reterr);
+        r = kv_block_grow(*block, n_filled, reterr);
         if (r)
             return error_trace(r);
     } else {
@@ -79,10 +73,10 @@ static int claim_block(KvStore *store, uint32_t s, KvSectionPast *past, KvEntryS
             return error_trace(r);
         r = copy_block(store, s, *block, copy, n_pages, reterr);
         if (r) {
-            (void)kv_arenas_unref(arenas, copy);
+            (void)kv_block_unref(copy);
             return error_trace(r);
         }
-        (void)kv_arenas_unref(arenas, *block);
+        (void)kv_block_unref(*block);
         *block = copy;
     }
     entry->claimed = *block;
@@ -145,10 +139,10 @@ void kv_cache_shrink(KvPassEntry *entry)
         while (past->n_blocks > section->n_blocks_before) {
             KvBlock **block = &past->blocks[--past->n_blocks];
 
-            *block = kv_arenas_unref(&cache->store->sections[s].arenas, *block);
+            *block = kv_block_unref(*block);
         }
         if (section->claimed) {
-            kv_arenas_shrink(&cache->store->sections[s].arenas, section->claimed, section->claimed->first_page,
+            kv_block_shrink(section->claimed, section->claimed->first_page,
                              kv_past_tokens(cache->past, s) / KV_PAGE_TOKENS % KV_BLOCK_PAGES);
             section->claimed->write_serial = 0;
         }

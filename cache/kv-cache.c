@@ -131,11 +131,22 @@ static uint32_t shared_pages(const KvPast *past)
     return n;
 }
 
-static uint32_t own_pages(const KvPast *past, uint32_t s)
+/* Pages of a section, and of these the resident ones. */
+static uint32_t own_pages(const KvPast *past, uint32_t s, uint32_t *ret_resident)
 {
-    uint32_t first = kv_section_first_page(&past->sections[s]), end = kv_past_tokens(past, s) / KV_PAGE_TOKENS;
+    const KvSectionPast *section = &past->sections[s];
+    uint32_t end = kv_past_tokens(past, s) / KV_PAGE_TOKENS, n = 0;
 
-    return end > first ? end - first : 0;
+    *ret_resident = 0;
+    for (uint32_t b = section->first_block; b < section->n_blocks; b++) {
+        const KvBlock *block = section->blocks[b];
+        uint32_t pages = MIN(end - b * KV_BLOCK_PAGES, (uint32_t)KV_BLOCK_PAGES) - block->first_page;
+
+        n += pages;
+        if (block->arena->owner == &past->store->sections[s].resident)
+            *ret_resident += pages;
+    }
+    return n;
 }
 
 static uint64_t checkpoint_bytes(const KvPast *past)
@@ -167,11 +178,12 @@ void kv_cache_bytes(const KvCache *cache, KvBytes *ret)
     };
     for (uint32_t s = 0; s < store->sizes.n_sections; s++) {
         const KvSectionSizes *sizes = store->sections[s].sizes;
-        uint32_t n = own_pages(past, s);
+        uint32_t resident, n = own_pages(past, s, &resident) - resident;
 
         if (store->sizes.policy.growth == KV_GROWTH_STATIC)
             n = MAX(n, sizes->held_pages);
         *(sizes->home == KV_HOME_HOST ? &ret->host : &ret->device) += n * sizes->page_bytes;
+        ret->device += resident * sizes->page_bytes;
     }
     count_tail(past->tail, store->tails.slot_bytes, ret);
     count_tail(past->states.now, store->states.slot_bytes, ret);

@@ -14,33 +14,18 @@ static KvBlock *source_block(const KvPast *past, const KvCheckpoint *checkpoint,
     return checkpoint->marks[section].blocks[b - checkpoint->marks[section].first_block];
 }
 
-/* Bytes of equal forms, from and to wherever they are. */
-static int copy_bytes(Gpu *gpu, const KvArena *from, uint64_t source, const KvArena *to, uint64_t target, uint64_t bytes)
-{
-    if (from->memory && to->memory) {
-        memcpy(to->memory + target, from->memory + source, bytes);
-        return 0;
-    }
-    if (from->memory)
-        return gpu_upload(gpu, GPU_QUEUE_COMPUTE, to->buffer, target, from->memory + source, bytes, GPU_WAIT_NONE, "kv move", NULL);
-    if (to->memory)
-        return gpu_download(gpu, GPU_QUEUE_COMPUTE, from->buffer, source, to->memory + target, bytes, GPU_WAIT_NONE, "kv move", NULL);
-    return gpu_copy(gpu, GPU_QUEUE_COMPUTE, to->buffer, target, from->buffer, source, bytes, GPU_WAIT_NONE, "kv move", NULL);
-}
-
 /* Pages [first, end) of one layer. */
 static int move_plane(const KvMigration *m, uint32_t l, const KvBlock *from, KvBlock *to, uint32_t first, uint32_t end)
 {
     const KvLayerPlace *a = &m->from->sizes.layers[l], *b = &m->to->sizes.layers[l];
-    const KvArenas *source = &m->from->sections[a->section].arenas, *target = &m->to->sections[b->section].arenas;
-
+    uint64_t page_bytes = m->to->sizes.sections[b->section].layout.page_bytes;
     uint32_t n;
     int r = 0;
 
     for (; first < end && !r; first += n) {
         n = MIN(kv_block_run(from, first, end), kv_block_run(to, first, end));
-        r = copy_bytes(m->to->gpu, from->arena, kv_block_offset(source, from, a->plane, first), to->arena,
-                       kv_block_offset(target, to, b->plane, first), (uint64_t)n * source->options.page_bytes);
+        r = kv_arena_copy(m->to->gpu, GPU_QUEUE_COMPUTE, from->arena, kv_block_offset(from, a->plane, first), to->arena,
+                          kv_block_offset(to, b->plane, first), n * page_bytes, "kv move", NULL);
     }
     return error_trace(r);
 }
@@ -81,7 +66,6 @@ static int fill_block(KvMigration *m, uint32_t s, const KvPast *past, const KvCh
 int kv_migrate_block(KvMigration *m, uint32_t s, const KvPast *past, const KvCheckpoint *checkpoint, uint32_t b, uint32_t n_pages,
                      KvBlock **ret, ErrorDetail *reterr)
 {
-    KvArenas *arenas = &m->to->sections[s].arenas;
     const KvBlock *lead = source_block(past, checkpoint, m->leads[s], b);
     KvMovedList *list = &m->blocks[s];
     KvBlock *block = kv_moved_find(list, lead);
@@ -93,14 +77,14 @@ int kv_migrate_block(KvMigration *m, uint32_t s, const KvPast *past, const KvChe
         return 0;
     }
     common_pages(m, s, past, checkpoint, b, &first, &end);
-    r = kv_arenas_take(arenas, list->n > 0 ? list->entries[list->n - 1].to : NULL, first, end, &block, reterr);
+    r = kv_section_take(&m->to->sections[s], list->n > 0 ? list->entries[list->n - 1].to : NULL, first, end, &block, reterr);
     if (r)
         return error_trace(r);
     r = kv_moved_add(list, lead, block);
     if (!r)
         r = fill_block(m, s, past, checkpoint, b, block);
     if (r) {
-        (void)kv_arenas_unref(arenas, block);
+        (void)kv_block_unref(block);
         return error_trace(r);
     }
     *ret = block;

@@ -62,11 +62,10 @@ static int send_home(KvStore *store, uint32_t layer, GpuEvent *packed)
     GpuWait wait = {events, home_waits(store, place, packed, events)};
     int r = 0;
 
-    store->home_serial = store->serial;
     for (uint32_t i = 0; i < schedule->n_packs && !r; i += run) {
         const KvHomeward *to = &schedule->homewards[i];
         KvArena *arena = to->block->arena;
-        uint64_t offset = kv_block_offset(&section->arenas, to->block, place->plane, to->page), from = (uint64_t)i * page_bytes;
+        uint64_t offset = kv_block_offset(to->block, place->plane, to->page), from = (uint64_t)i * page_bytes;
 
         run = homeward_run(to, schedule->n_packs - i);
         last = gpu_event_unref(last);

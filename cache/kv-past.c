@@ -20,7 +20,7 @@ KvCheckpoint *kv_checkpoint_free(const KvStore *store, KvCheckpoint *checkpoint)
         KvMark *mark = &checkpoint->marks[s];
 
         for (uint32_t i = 0; mark->blocks && i < mark->n_blocks - mark->first_block; i++)
-            (void)kv_arenas_unref(&store->sections[s].arenas, mark->blocks[i]);
+            (void)kv_block_unref(mark->blocks[i]);
         free(mark->blocks);
     }
     (void)kv_saved_unref(checkpoint->saved);
@@ -132,7 +132,7 @@ static void drop_blocks(KvPast *past, uint32_t s, uint32_t n_keep)
     while (section->n_blocks > MAX(n_keep, section->first_block)) {
         KvBlock **block = &section->blocks[--section->n_blocks];
 
-        *block = kv_arenas_unref(&past->store->sections[s].arenas, *block);
+        *block = kv_block_unref(*block);
     }
     if (n_keep == 0)
         section->first_block = section->n_blocks = section->tail_from = 0;
@@ -145,7 +145,7 @@ static void drop_pages(KvPast *past, uint32_t s, uint32_t length)
     KvBlock *last = section->n_blocks > section->first_block ? section->blocks[section->n_blocks - 1] : NULL;
 
     if (last && last->n_refs == 1)
-        kv_arenas_shrink(&past->store->sections[s].arenas, last, last->first_page,
+        kv_block_shrink(last, last->first_page,
                          length / KV_PAGE_TOKENS - (section->n_blocks - 1) * KV_BLOCK_PAGES);
 }
 
@@ -183,10 +183,10 @@ void kv_past_drop_unseen(KvPast *past)
             continue;
         page = kv_kept_page(section, length);
         for (uint32_t end = MIN(page / KV_BLOCK_PAGES, own->n_blocks); own->first_block < end; own->first_block++)
-            own->blocks[own->first_block] = kv_arenas_unref(&section->arenas, own->blocks[own->first_block]);
+            own->blocks[own->first_block] = kv_block_unref(own->blocks[own->first_block]);
         first = own->first_block < own->n_blocks ? own->blocks[own->first_block] : NULL;
         if (first && first->n_refs == 1 && page > own->first_block * KV_BLOCK_PAGES)
-            kv_arenas_shrink(&section->arenas, first, page - own->first_block * KV_BLOCK_PAGES, first->n_filled);
+            kv_block_shrink(first, page - own->first_block * KV_BLOCK_PAGES, first->n_filled);
     }
 }
 

@@ -94,6 +94,12 @@ static void item_loads(KvSchedule *schedule, const KvScheduleItem *item, uint32_
     }
 }
 
+/* Whether kernels read the block where it lives: all of the section, or one that is resident. */
+static bool is_in_place(const KvSchedule *schedule, const KvLoad *load)
+{
+    return load->n_pages > 0 && (schedule->direct || load->block->arena->buffer);
+}
+
 void kv_schedule_tiles(KvSchedule *schedule, const KvScheduleItem *items, uint32_t n_items)
 {
     KvTile *tile = NULL;
@@ -104,10 +110,11 @@ void kv_schedule_tiles(KvSchedule *schedule, const KvScheduleItem *items, uint32
 
     for (uint32_t i = 0; i < schedule->n_loads; i++) {
         const KvLoad *load = &schedule->loads[i];
-        const KvArena *arena = load->n_pages > 0 ? load->block->arena : NULL;
+        const KvArena *home = load->n_pages > 0 ? load->block->arena : NULL, *arena = is_in_place(schedule, load) ? home : NULL;
+        bool staged = home && !arena;
 
-        if (!tile || tile->n_loads == schedule->tile_blocks ||
-            (schedule->direct && arena && tile->arena && arena != tile->arena)) {
+        if (!tile || tile->n_loads == schedule->tile_blocks || (staged && tile->arena) ||
+            (arena && (tile->staged || (tile->arena && arena != tile->arena)))) {
             tile = &schedule->tiles[schedule->n_tiles++];
             *tile = (KvTile){.first_load = i};
         }
@@ -115,10 +122,10 @@ void kv_schedule_tiles(KvSchedule *schedule, const KvScheduleItem *items, uint32
         if (load->n_pages == 0)
             continue;
         tile->serial = MAX(tile->serial, load->serial);
-        if (schedule->direct)
-            tile->arena = arena;
-        else
+        if (staged)
             tile->staged = true;
+        else
+            tile->arena = arena;
     }
     for (uint32_t t = 0; t < schedule->n_tiles; t++)
         if (schedule->tiles[t].staged)
@@ -203,7 +210,8 @@ static void tile_refs(KvSchedule *schedule, const KvScheduleItem *items, const u
             if (load >= end)
                 break;
             make_ref(&schedule->refs[schedule->n_refs++], &items[i], group, g, *block,
-                     schedule->direct ? schedule->loads[load].block->pages : NULL, load - tile->first_load, first_fresh[i]);
+                     is_in_place(schedule, &schedule->loads[load]) ? schedule->loads[load].block->pages : NULL,
+                     load - tile->first_load, first_fresh[i]);
         }
         spans[g].n_refs = (int32_t)(schedule->n_refs - tile->first_ref) - spans[g].first_ref;
     }

@@ -8,7 +8,7 @@
  *   home    the pages that were complete before the pass: [0, length / 32)
  *   fresh   pages that the pass completes; groups that see them packed read them from the scratch buffer
  *   load    one block with at least one visible page; forks in one pass that share a block share its load
- *   tile    consecutive loads: at most tile_blocks, and from one arena when read in place
+ *   tile    consecutive loads: at most tile_blocks, either copied into the ring or read in place, then from one arena
  *
  * Loads are ordered by item, then by block, so that copies are long; a group's blocks come in block order because a block that
  * two items share is preceded by blocks that they share too.

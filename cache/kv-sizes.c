@@ -75,7 +75,7 @@ static bool section_totals(const KvSizes *sizes, KvSectionSizes *section)
     uint64_t refs = (uint64_t)section->max_groups * section->max_blocks, tiles = loads, bytes;
 
     /* A tile in the ring is full but for the last; one that is read in place ends where the arena changes. */
-    if (!section->direct)
+    if (!section->direct && section->resident_pages == 0)
         tiles = (loads + section->tile_blocks - 1) / section->tile_blocks;
     if (loads > UINT32_MAX || refs > UINT32_MAX || tiles * section->max_groups > UINT32_MAX)
         return false;
@@ -181,6 +181,48 @@ static uint64_t ring_budget(const KvSizes *sizes, uint64_t rest)
     return rest - MIN(pages, rest - least);
 }
 
+/* How many of @n_pages of a section must be resident for the link to bring the others while the kernels of the layers before work: of
+ * T tokens of k bytes behind W bytes of weights, 1 - (link / device) (1 + W / (k T)). */
+static uint64_t useful_pages(const KvSizes *sizes, const KvSectionSizes *section, uint64_t n_pages)
+{
+    const KvRates *rates = &sizes->policy.rates;
+    double link, past = (double)n_pages * section->layout.page_bytes, share;
+
+    if (rates->device_bytes_per_second == 0 || rates->link_bytes_per_second == 0)
+        return n_pages;
+    link = (double)rates->link_bytes_per_second / (double)rates->device_bytes_per_second;
+    share = 1 - link * (1 + (double)rates->weight_bytes_per_layer / past);
+    return share > 0 ? (uint64_t)(share * (double)n_pages) + 1 : 0;
+}
+
+/* Shares what the budget leaves among the sections that are streamed, by their sizes. */
+static void resident_share(const GpuInfo *info, KvSizes *sizes)
+{
+    double all = 0, left = (double)sizes->device_page_limit_bytes;
+
+    for (uint32_t s = 0; s < sizes->n_sections; s++) {
+        const KvSectionSizes *section = &sizes->sections[s];
+        double bytes = (double)section->held_pages * sizes->n_sequences * (double)section->page_bytes;
+
+        if (section->home == KV_HOME_DEVICE)
+            left -= bytes;
+        else if (!section->direct)
+            all += bytes;
+    }
+    for (uint32_t s = 0; s < sizes->n_sections && sizes->policy.device_budget_bytes > 0 && left > 0; s++) {
+        KvSectionSizes *section = &sizes->sections[s];
+        uint64_t total = (uint64_t)section->held_pages * sizes->n_sequences, n, most;
+
+        if (section->direct)
+            continue;
+        n = (uint64_t)(MIN(left / all, 1.0) * (double)total);
+        n = MIN(n, useful_pages(sizes, section, total)) / KV_BLOCK_PAGES * KV_BLOCK_PAGES;
+        most = info->max_allocation_bytes / section->page_bytes / KV_BLOCK_PAGES * KV_BLOCK_PAGES;
+        section->resident_pages = most > 0 ? (uint32_t)n : 0;
+        section->max_resident_pages = (uint32_t)MIN(n, most);
+    }
+}
+
 /* What the policy's device budget leaves once tails and the scratch for fresh pages are paid. */
 static int budget_rest(const KvSizes *sizes, uint64_t *ret, ErrorDetail *reterr)
 {
@@ -209,7 +251,7 @@ static int plan_section(const GpuInfo *info, const KvSectionSizes *section, KvPl
     plan->operand_bytes += attend_bytes + section->inputs_bytes + section->n_planes * section->calibration_layer_bytes;
     if (section->home == KV_HOME_HOST)
         plan->host_bytes_per_token += (uint64_t)section->n_planes * section->layout.page_bytes / KV_PAGE_TOKENS;
-    plan->device_page_bytes += section->device_pages * section->page_bytes;
+    plan->device_page_bytes += (section->device_pages + section->resident_pages) * section->page_bytes;
     return 0;
 }
 
@@ -279,6 +321,7 @@ static int compute(const GpuInfo *info, const KvModel *model, KvSizes *sizes, Er
     if (r)
         return error_trace(r);
     sizes->device_page_limit_bytes = rest == UINT64_MAX ? rest : rest - sizes->policy.n_slots * sizes->tile_bytes;
+    resident_share(info, sizes);
     for (uint32_t s = 0; s < sizes->n_sections; s++) {
         if (!section_totals(sizes, &sizes->sections[s]))
             return error_detail_set(reterr, -EINVAL, "cache: %u sequences of %u tokens are too many", model->max_sequences,

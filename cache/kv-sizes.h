@@ -34,6 +34,7 @@ typedef struct KvSectionSizes {
     uint64_t calibration_layer_bytes, inputs_bytes;
 
     uint32_t first_arena_pages, max_arena_pages, device_pages /* home device: there from the start to the end */;
+    uint32_t resident_pages, max_resident_pages /* of an arena */; /* home host: as much of it as the device has room for, from the start */
 } KvSectionSizes;
 
 /* Where a layer is. */

@@ -80,6 +80,7 @@ typedef struct KvSection {
     const KvSectionSizes *sizes;
     Attend *attend;
     KvArenas arenas;
+    KvArenas resident; /* limit_pages 0: none.  Home host: a share of the blocks that the device has room for, and reads in place */
     KvSchedule schedule, next_schedule;
     float *inv_freq; /* (rotary_dim / 2) */
     GpuBuffer *calibration, *inputs;
@@ -134,6 +135,9 @@ void kv_store_trim(KvStore *store);
 /* KvBudget.reclaim: drops the oldest checkpoint of the store. */
 bool kv_store_drop_checkpoint(void *userdata);
 
+/* A block as kv_arenas_take(): resident as long as there is room for it. */
+int kv_section_take(KvSection *section, const KvBlock *after, uint32_t first_page, uint32_t n_filled, KvBlock **ret,
+                    ErrorDetail *reterr);
 /* Static growth: each cache has the right to all of its blocks.  KvError or negative errno. */
 int kv_store_reserve(KvStore *store, ErrorDetail *reterr);
 void kv_store_unreserve(KvStore *store);

@@ -25,6 +25,8 @@ void kv_store_set_home(KvStore *store, uint32_t layer, GpuEvent *event)
 {
     (void)gpu_event_unref(store->home_events[layer]);
     (void)gpu_event_unref(store->last_home);
+    store->home_serial = store->serial;
+    store->settled = MIN(store->settled, store->serial - 1); /* it may have been set in this very pass */
     store->home_events[layer] = event;
     store->last_home = event ? gpu_event_ref(event) : NULL;
 }
@@ -92,6 +94,18 @@ void kv_store_unreserve(KvStore *store)
         kv_arenas_unreserve(&store->sections[s].arenas, store->sections[s].sizes->held_pages);
 }
 
+int kv_section_take(KvSection *section, const KvBlock *after, uint32_t first_page, uint32_t n_filled, KvBlock **ret,
+                    ErrorDetail *reterr)
+{
+    const KvBlock *neighbour = after && after->arena->owner == &section->resident ? after : NULL;
+
+    if (section->resident.options.limit_pages > 0 &&
+        kv_arenas_take(&section->resident, neighbour, first_page, n_filled, ret, NULL) == 0)
+        return 0;
+    neighbour = after && after->arena->owner == &section->arenas ? after : NULL;
+    return error_trace(kv_arenas_take(&section->arenas, neighbour, first_page, n_filled, ret, reterr));
+}
+
 /* ---- construction --------------------------------------------------------------------------------------------------------- */
 
 /* Constants of the section's layers, plane by plane. */
@@ -145,6 +159,16 @@ static void new_arenas(KvStore *store, KvSection *section)
                                          .device_budget = &store->device_budget,
                                          .host_budget = &store->host_budget,
                                      });
+    kv_arenas_init(&section->resident, &(KvArenaOptions){
+                                           .gpu = store->gpu,
+                                           .home = KV_HOME_DEVICE,
+                                           .n_layers = sizes->n_planes,
+                                           .page_bytes = sizes->layout.page_bytes,
+                                           .max_pages = sizes->max_resident_pages,
+                                           .limit_pages = sizes->resident_pages,
+                                           .keep_pages = sizes->resident_pages,
+                                           .device_budget = &store->device_budget,
+                                       });
 }
 
 static int new_section(KvStore *store, uint32_t s, const KvModel *model, ErrorDetail *reterr)
@@ -169,6 +193,8 @@ static int new_section(KvStore *store, uint32_t s, const KvModel *model, ErrorDe
     r = upload_calibration(store, s, model, reterr);
     if (!r)
         r = kv_arenas_prepare(&section->arenas, sizes->device_pages, reterr);
+    if (!r)
+        r = kv_arenas_prepare(&section->resident, sizes->resident_pages, reterr);
     return error_trace(r);
 }
 
@@ -279,8 +305,10 @@ KvStore *kv_store_free(KvStore *store)
         return NULL;
     /* Prefetched tiles and pages on their way home still use the memory below. */
     hung = gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) == GPU_E_HUNG;
-    for (uint32_t s = 0; store->sections && s < store->sizes.n_sections && !hung; s++)
+    for (uint32_t s = 0; store->sections && s < store->sizes.n_sections && !hung; s++) {
         kv_arenas_deinit(&store->sections[s].arenas);
+        kv_arenas_deinit(&store->sections[s].resident);
+    }
     kv_ring_deinit(&store->ring);
     kv_tails_deinit(&store->tails);
     kv_tails_deinit(&store->states);

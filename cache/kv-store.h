@@ -45,6 +45,12 @@ typedef enum KvStrategy {
 const char *kv_strategy_to_string(KvStrategy strategy);
 KvStrategy kv_strategy_from_string(const char *name); /* KV_STRATEGY_X_INVALID when unknown */
 
+/* What was measured, to decide which share of a cache at home on the host is worth keeping on the device; 0: unknown. */
+typedef struct KvRates {
+    uint64_t device_bytes_per_second, link_bytes_per_second; /* kernels that read the cache; copies to the device */
+    uint64_t weight_bytes_per_layer;                         /* read between the attention of two layers */
+} KvRates;
+
 typedef struct KvPolicy {
     KvStrategy strategy; /* the preset it came from, for display */
     KvGrowth growth;
@@ -55,7 +61,9 @@ typedef struct KvPolicy {
     uint32_t n_slots;              /* staging buffers of the ring, 1-8 */
     uint32_t max_cache_tokens;     /* static: reserved; dynamic: refused beyond */
     uint64_t host_budget_bytes;    /* for pages and checkpoints; 0: no limit of ours */
-    uint64_t device_budget_bytes;  /* for staging + tails (+ pages when home is the device); 0: what the device's budget allows */
+    uint64_t device_budget_bytes;  /* for staging + tails (+ pages when home is the device); 0: what the device's budget allows.  Home host,
+                                    * copied: what is left holds a resident share of the pages, of every layer the same */
+    KvRates rates;                 /* limit the resident share to what the link cannot feed in time */
     uint32_t tile_blocks;          /* blocks of pages a tile holds at most; 0: chosen from the device budget */
 } KvPolicy;
 
@@ -122,7 +130,7 @@ typedef struct KvPlan {
     uint64_t staging_bytes;     /* the ring, and scratch for the pages that a pass completes */
     uint64_t tail_bytes;        /* max_sequences tail slots, and twice as many slots of states */
     uint64_t operand_bytes;     /* the kernels' operands, step inputs, calibration */
-    uint64_t device_page_bytes; /* home device: pages of one static cache, or the first step of growth */
+    uint64_t device_page_bytes; /* home device: pages of one static cache, or the first step of growth; home host: the resident share */
     uint64_t host_bytes_per_token;
     uint32_t tile_blocks, n_slots; /* n_slots 0: tiles are read in place */
 } KvPlan;

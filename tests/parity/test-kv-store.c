@@ -243,6 +243,44 @@ static void cache_works_within_two_tiles_and_within_one(void **state)
     }
 }
 
+/* What the device budget leaves beside the ring holds pages; the plan counts them, and the bits stay. */
+static void a_resident_share_changes_no_bit(void **state)
+{
+    static const uint32_t chunks[] = {300, 1, 1, 90, 1};
+    Fixture *fixture = *state;
+
+    for (size_t k = 0; k < N_ELEMENTS(all_kinds); k++)
+        for (uint32_t n_blocks = 1; n_blocks <= 4; n_blocks++) {
+            _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
+            KvPolicy policy = host_policy(all_kinds[k], KV_TRANSFER_COPY, 1, 2);
+            uint64_t before[GPU_PURPOSE_X_MAX], used[GPU_PURPOSE_X_MAX], total, block;
+            KvStore *store;
+            KvCache *cache;
+            KvBytes bytes;
+            KvPlan plan;
+
+            assert_int_equal(kv_store_plan(gpu_info(fixture->gpu), &fixture->bench.model, &policy, &plan, NULL), 0);
+            assert_int_equal(plan.device_page_bytes, 0);
+            block = 256 * plan.host_bytes_per_token;
+            policy.device_budget_bytes = plan.staging_bytes + plan.tail_bytes + n_blocks * block + 99;
+            assert_int_equal(kv_store_plan(gpu_info(fixture->gpu), &fixture->bench.model, &policy, &plan, NULL), 0);
+            assert_int_equal(plan.device_page_bytes, n_blocks * block);
+            gpu_memory_used(fixture->gpu, before, &total);
+            store = store_new(fixture, &policy);
+            cache = cache_new(store);
+            for (size_t i = 0; kv_cache_length(cache) < N_TOKENS; i++)
+                kv_bench_run(&fixture->bench, store, cache, stream, MIN(N_TOKENS, kv_cache_length(cache) + chunks[i % 5]), 512);
+            gpu_memory_used(fixture->gpu, used, &total);
+            assert_int_equal(used[GPU_PURPOSE_PAGES] - before[GPU_PURPOSE_PAGES], plan.device_page_bytes);
+            kv_cache_bytes(cache, &bytes);
+            assert_int_equal(bytes.n_pages, N_TOKENS / KV_PAGE_TOKENS);
+            assert_int_equal(bytes.host, (bytes.n_pages - MIN(n_blocks * 8, bytes.n_pages)) * (block / 8));
+            assert_same(fixture, fixture->cold[all_kinds[k]], stream, 0, N_TOKENS, "partly resident");
+            (void)kv_cache_free(cache);
+            (void)kv_store_free(store);
+        }
+}
+
 static void plan_equals_what_the_allocator_shows(void **state)
 {
     Fixture *fixture = *state;
@@ -727,6 +765,7 @@ int main(void)
         cmocka_unit_test(cache_gives_the_same_bits_under_every_exact_strategy),
         cmocka_unit_test(cache_gives_the_same_bits_for_any_tile_and_ring),
         cmocka_unit_test(cache_works_within_two_tiles_and_within_one),
+        cmocka_unit_test(a_resident_share_changes_no_bit),
         cmocka_unit_test(plan_equals_what_the_allocator_shows),
         cmocka_unit_test(forks_diverge_as_if_each_had_been_alone),
         cmocka_unit_test(crop_and_rerun_equals_cold),

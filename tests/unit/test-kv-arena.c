@@ -77,15 +77,15 @@ static void arena_places_never_overlap_and_lie_in_planes(void **state)
     for (uint32_t i = 0; i < 5; i++)
         for (uint32_t l = 0; l < 3; l++)
             for (uint32_t p = 0; p < KV_BLOCK_PAGES; p++)
-                memset(blocks[i]->arena->memory + kv_block_offset(&fixture.arenas, blocks[i], l, p),
+                memset(blocks[i]->arena->memory + kv_block_offset(blocks[i], l, p),
                        (int)(1 + i * 24 + l * 8 + p), PAGE_BYTES);
     for (uint32_t i = 0; i < 5; i++)
         for (uint32_t l = 0; l < 3; l++)
             for (uint32_t p = 0; p < KV_BLOCK_PAGES; p++)
                 for (uint32_t j = 0; j < PAGE_BYTES; j++)
-                    assert_int_equal(blocks[i]->arena->memory[kv_block_offset(&fixture.arenas, blocks[i], l, p) + j],
+                    assert_int_equal(blocks[i]->arena->memory[kv_block_offset(blocks[i], l, p) + j],
                                      1 + i * 24 + l * 8 + p);
-    assert_true(kv_block_offset(&fixture.arenas, blocks[4], 2, KV_BLOCK_PAGES - 1) + PAGE_BYTES ==
+    assert_true(kv_block_offset(blocks[4], 2, KV_BLOCK_PAGES - 1) + PAGE_BYTES ==
                 (uint64_t)5 * BLOCK_BYTES);
     kv_arenas_deinit(&fixture.arenas);
 }
@@ -104,7 +104,7 @@ static void arena_refuses_a_block_over_the_host_budget(void **state)
     assert_null(c);
     assert_non_null(strstr(detail.text, "6144"));
     assert_int_equal(fixture.arenas.n_used, 2 * KV_BLOCK_PAGES);
-    assert_null(kv_arenas_unref(&fixture.arenas, a));
+    assert_null(kv_block_unref(a));
     c = take(&fixture, b);
     assert_int_equal(fixture.budget.used_bytes, 2 * BLOCK_BYTES);
     kv_arenas_deinit(&fixture.arenas);
@@ -167,7 +167,7 @@ static void arena_gives_empty_memory_back_but_keeps_what_is_promised(void **stat
     assert_false(kv_arenas_can_trim(&fixture.arenas));
     for (uint32_t i = 0; i < 6; i++)
         if (blocks[i]->arena != blocks[5]->arena)
-            (void)kv_arenas_unref(&fixture.arenas, blocks[i]);
+            (void)kv_block_unref(blocks[i]);
     assert_true(kv_arenas_can_trim(&fixture.arenas));
     kv_arenas_trim(&fixture.arenas);
     assert_int_equal(fixture.arenas.n_arenas, 1);
@@ -196,7 +196,7 @@ static void arena_counts_stay_exact_under_random_use(void **state)
         } else if (n > 0) {
             uint32_t i = (x >> 8) % n;
 
-            (void)kv_arenas_unref(&fixture.arenas, held[i]);
+            (void)kv_block_unref(held[i]);
             held[i] = held[--n];
         }
         if (step % 512 == 0)
@@ -215,7 +215,7 @@ static void arena_counts_stay_exact_under_random_use(void **state)
         }
     }
     while (n > 0)
-        (void)kv_arenas_unref(&fixture.arenas, held[--n]);
+        (void)kv_block_unref(held[--n]);
     kv_arenas_trim(&fixture.arenas);
     assert_int_equal(fixture.arenas.n_arenas, 0);
     assert_int_equal(fixture.budget.used_bytes, 0);
@@ -245,18 +245,18 @@ static void arena_places_pages_one_by_one(void **state)
                 continue;
             n++;
         } else if (block && (x >> 16) % 4 == 1) {
-            (void)kv_arenas_unref(&fixture.arenas, block);
+            (void)kv_block_unref(block);
             held[(x >> 8) % n] = held[n - 1];
             n--;
         } else if (block && (x >> 16) % 4 == 2) {
             uint32_t wanted = MIN(block->n_filled + 1 + (x >> 24) % 3, (uint32_t)KV_BLOCK_PAGES);
 
             if (kv_block_can_grow(block, wanted))
-                assert_int_equal(kv_arenas_grow(&fixture.arenas, block, wanted, NULL), 0);
+                assert_int_equal(kv_block_grow(block, wanted, NULL), 0);
             else
                 assert_true(wanted - block->n_filled > block->arena->n_pages - block->arena->n_used);
         } else if (block && block->n_filled - block->first_page > 1) {
-            kv_arenas_shrink(&fixture.arenas, block, block->first_page + (x >> 24) % 2, block->n_filled - (x >> 26) % 2);
+            kv_block_shrink(block, block->first_page + (x >> 24) % 2, block->n_filled - (x >> 26) % 2);
         }
         for (uint32_t i = 0; i < n; i++)
             for (uint32_t k = held[i]->first_page; k < held[i]->n_filled; k++, pages++)
@@ -266,7 +266,7 @@ static void arena_places_pages_one_by_one(void **state)
         assert_int_equal(fixture.budget.used_bytes, (uint64_t)pages * (BLOCK_BYTES / KV_BLOCK_PAGES));
     }
     while (n > 0)
-        (void)kv_arenas_unref(&fixture.arenas, held[--n]);
+        (void)kv_block_unref(held[--n]);
     assert_int_equal(fixture.budget.used_bytes, 0);
     kv_arenas_deinit(&fixture.arenas);
 }

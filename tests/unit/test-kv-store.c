@@ -6,6 +6,7 @@
 
 #include "tests/unit/loose-gpu.c"
 
+#include <malloc.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -410,6 +411,42 @@ static void checkpoints_are_thinned_evenly(void **state)
     fixture_deinit(&fixture);
 }
 
+/* Pages are charged one by one, and forks share them. */
+static void pages_and_forks_cost_no_more_than_they_hold(void **state)
+{
+    Fixture fixture;
+    Sequence *sequence = &fixture.sequences[0];
+    KvCache *forks[64];
+    uint32_t n = 150;
+    KvBytes bytes;
+    KvPlan plan;
+    size_t before;
+
+    (void)state;
+    gpu_init(&fixture, SEED);
+    fixture.policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false);
+    fixture.policy.max_cache_tokens = 32768;
+    assert_int_equal(kv_store_plan(&fixture.gpu.info, &fixture.model, &fixture.policy, &plan, NULL), 0);
+    assert_int_equal(kv_store_new(&fixture.gpu, &fixture.model, &fixture.policy, &fixture.store, NULL), 0);
+    assert_int_equal(kv_cache_new(fixture.store, &sequence->cache, NULL), 0);
+    while (kv_cache_length(sequence->cache) < 1000) {
+        n = MIN(150u, 1000 - kv_cache_length(sequence->cache));
+        assert_int_equal(run_pass(&fixture, &sequence, &n, 1, N_LAYERS + 1), 0);
+        kv_cache_bytes(sequence->cache, &bytes);
+        assert_int_equal(bytes.host, bytes.length / KV_PAGE_TOKENS * KV_PAGE_TOKENS * plan.host_bytes_per_token);
+    }
+    assert_int_equal(kv_cache_checkpoint(sequence->cache), 0);
+    before = mallinfo2().uordblks;
+    for (uint32_t i = 0; i < N_ELEMENTS(forks); i++)
+        assert_int_equal(kv_cache_fork(sequence->cache, &forks[i], NULL), 0);
+    assert_true(mallinfo2().uordblks - before < 1u << 20);
+    kv_cache_bytes(forks[63], &bytes);
+    assert_int_equal(bytes.n_pages_shared, bytes.n_pages);
+    for (uint32_t i = 0; i < N_ELEMENTS(forks); i++)
+        (void)kv_cache_free(forks[i]);
+    fixture_deinit(&fixture);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -419,6 +456,7 @@ int main(void)
         cmocka_unit_test(a_cropped_block_is_copied_again),
         cmocka_unit_test(prefetched_tiles_are_used),
         cmocka_unit_test(checkpoints_are_thinned_evenly),
+        cmocka_unit_test(pages_and_forks_cost_no_more_than_they_hold),
     };
 
     printf("seed %u\n", SEED);
