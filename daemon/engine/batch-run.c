@@ -392,6 +392,9 @@ void batch_run(Engine *engine, Job *job)
     job->in_pass = true;
     job->last_served = engine->pass_serial;
     result = prepare(engine, job, &detail);
+    /* Caches that are reserved at once: what there is of them may have moved or gone. */
+    if (result == ENGINE_RESULT_OUT_OF_DEVICE_MEMORY && job->batch->store && ladder_for_pass(engine, job->slot, job->batch->store))
+        return;
     if (result != ENGINE_RESULT_DONE) {
         fail(engine, job, result, &detail);
         return;

@@ -171,6 +171,22 @@ static json_t *counters_json(const GpuCounters *c)
                      (json_int_t)c->copy_bytes);
 }
 
+/* Where a loaded model's weights are, and what it gave up for want of device memory. */
+static json_t *weights_json(const ModelSlot *slot)
+{
+    ModelPlan plan = {.fits = true};
+    char ladder[72] = "";
+
+    if (slot->model) {
+        model_weights_plan(slot->model, &plan);
+        engine_ladder_text(slot->steps, ladder, sizeof(ladder));
+    }
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s}", "layers", (json_int_t)plan.n_layers, "layers-resident",
+                     (json_int_t)plan.n_layers_resident, "device-bytes", (json_int_t)plan.weight_bytes, "staging-bytes",
+                     (json_int_t)plan.weight_staging_bytes, "staging-slots", (json_int_t)plan.weight_slots, "streamed-bytes",
+                     (json_int_t)plan.weight_streamed_bytes, "in-place-bytes", (json_int_t)plan.weight_in_place_bytes, "ladder", ladder);
+}
+
 static json_t *models_json(const Engine *engine)
 {
     json_t *array = json_array();
@@ -180,11 +196,11 @@ static json_t *models_json(const Engine *engine)
 
         describe_model(engine, slot, &m);
         (void)json_array_append_new(
-            array, json_pack("{s:s, s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:s}", "name", m.name, "state", m.state, "architecture",
+            array, json_pack("{s:s, s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:o, s:s}", "name", m.name, "state", m.state, "architecture",
                              m.architecture, "quantization", m.quantization, "context", (json_int_t)m.context, "file-bytes",
                              (json_int_t)m.file_bytes, "device-bytes", (json_int_t)m.device_bytes, "host-bytes",
-                             (json_int_t)m.host_bytes, "active-jobs", (json_int_t)slot_n_active(engine, slot), "error",
-                             m.error.text));
+                             (json_int_t)m.host_bytes, "active-jobs", (json_int_t)slot_n_active(engine, slot), "weights",
+                             weights_json(slot), "error", m.error.text));
     }
     return array;
 }
