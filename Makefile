@@ -20,7 +20,7 @@ ifneq ($(SANITIZE),)
 override BUILD := $(BUILD)/sanitize-$(subst $(comma),-,$(SANITIZE))
 endif
 
-PACKAGES := OpenCL yaml-0.1 libsystemd libpcre2-8 jansson libcrypto
+PACKAGES := OpenCL yaml-0.1 libsystemd libpcre2-8 jansson libcrypto libxxhash
 
 STD  := -std=gnu11 -D_GNU_SOURCE -DCL_TARGET_OPENCL_VERSION=120 -DLEAT_VERSION='"$(VERSION)"' \
         -DLEAT_SYSCONFDIR='"$(SYSCONFDIR)"' -DLEAT_PREFIX='"$(PREFIX)"' -DLEAT_LOCALSTATEDIR='"$(LOCALSTATEDIR)"'

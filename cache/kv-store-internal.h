@@ -106,6 +106,7 @@ struct KvStore {
     uint64_t home_serial; /* the last pass that sent pages home */
     uint64_t settled; /* every page that passes up to this one packed has arrived at home */
     uint64_t made;    /* clock of checkpoints */
+    uint64_t calibration_hash; /* of what was taken from packed keys and values, for saved files */
 
     GpuBuffer *fresh[2];    /* pages of this pass, by the layer's parity */
     GpuEvent *fresh_events[2]; /* the last copy that reads them */

@@ -4,6 +4,7 @@
 #include "cache/kv-store-internal.h"
 
 #include <string.h>
+#include <xxhash.h>
 
 AttendLayer kv_store_layer(const KvStore *store, uint32_t layer)
 {
@@ -259,6 +260,35 @@ static int new_shared(KvStore *store, ErrorDetail *reterr)
     return 0;
 }
 
+static uint64_t hash_floats(uint64_t hash, const float *floats, uint32_t n_heads, uint32_t head_dim)
+{
+    return floats ? XXH3_64bits_withSeed(floats, (size_t)n_heads * head_dim * sizeof(float), hash) : hash;
+}
+
+/* Of what packed pages stand on. */
+static uint64_t hash_calibration(const KvStore *store, const KvModel *model)
+{
+    uint64_t hash = 0;
+
+    for (uint32_t l = 0; model->calibration && l < model->n_layers; l++) {
+        const KvLayerPlace *place = &store->sizes.layers[l];
+        const KvCalibration *c = &model->calibration[l];
+        const AttendOptions *attend;
+
+        if (place->section == KV_NO_SECTION || place->owner != l)
+            continue;
+        attend = &store->sections[place->section].sizes->attend;
+        if (!kv_form_is_calibrated(&attend->form))
+            continue;
+        hash = hash_floats(hash + l, c->k_mean, attend->shape.n_kv_heads, attend->shape.k_head_dim);
+        hash = hash_floats(hash, c->v_mean, attend->shape.n_kv_heads, attend->shape.v_head_dim);
+        hash = hash_floats(hash, c->k_turned_mean, attend->shape.n_kv_heads, attend->shape.k_head_dim);
+        hash = hash_floats(hash, c->k_pair_scale, attend->shape.n_kv_heads, attend->shape.k_head_dim);
+        hash = XXH3_64bits_withSeed((const float[]){c->k_largest, c->v_largest}, 2 * sizeof(float), hash);
+    }
+    return hash;
+}
+
 int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr)
 {
     _cleanup_(kv_store_freep) KvStore *store = NULL;
@@ -282,6 +312,7 @@ int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore
         r = new_section(store, s, model, reterr);
     if (r)
         return error_trace(r);
+    store->calibration_hash = hash_calibration(store, model);
     *ret = TAKE_PTR(store);
     return 0;
 }

@@ -21,6 +21,7 @@ static const BusErrorEntry bus_errors[ENGINE_RESULT_X_MAX] = {
     [ENGINE_RESULT_NO_SUCH_JOB] = {BUS_ERROR_NO_SUCH_JOB, ENOENT, "no such job"},
     [ENGINE_RESULT_NO_SUCH_SERVICE] = {BUS_ERROR_PREFIX "NoSuchService", ENOENT, "no such service is configured"},
     [ENGINE_RESULT_MODEL_NOT_INSTALLED] = {BUS_ERROR_PREFIX "ModelNotInstalled", ENOENT, "the model's file is not there"},
+    [ENGINE_RESULT_DIGEST_MISMATCH] = {BUS_ERROR_PREFIX "DigestMismatch", EBADMSG, "it was saved with another model or form of the cache"},
     [ENGINE_RESULT_MODEL_CORRUPT] = {BUS_ERROR_PREFIX "ModelCorrupt", EBADMSG, "the model's file is damaged"},
     [ENGINE_RESULT_UNSUPPORTED_MODEL] = {BUS_ERROR_PREFIX "UnsupportedModel", EOPNOTSUPP, "this kind of model is not supported"},
     [ENGINE_RESULT_OUT_OF_DEVICE_MEMORY] = {BUS_ERROR_PREFIX "OutOfDeviceMemory", ENOSPC, "the device's memory budget is too small"},

@@ -184,3 +184,17 @@ int input_new(sd_event *event, int fd, uint64_t max_bytes, InputHandler handler,
     *ret = TAKE_PTR(input);
     return 0;
 }
+
+int input_check_file(int fd, bool write, ErrorDetail *reterr)
+{
+    struct stat status;
+    int flags = fcntl(fd, F_GETFL), wrong = write ? O_RDONLY : O_WRONLY;
+
+    if (flags < 0 || fstat(fd, &status) < 0)
+        return error_detail_set(reterr, -EBADF, "the descriptor: %s", strerror(errno));
+    if ((flags & O_ACCMODE) == wrong || (flags & O_PATH))
+        return error_detail_set(reterr, -EBADF, "the descriptor is not open for %s", write ? "writing" : "reading");
+    if (!S_ISREG(status.st_mode))
+        return error_detail_set(reterr, -EBADF, "the descriptor is not an ordinary file");
+    return input_refuse_fuse(fd) < 0 ? error_detail_set(reterr, -EBADF, "the descriptor is a file of a FUSE file system") : 0;
+}

@@ -7,6 +7,7 @@
 
 #include "quant/base/error.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <systemd/sd-event.h>
 
@@ -25,3 +26,6 @@ DEFINE_CLEANUP(Input, input_free)
 
 /* 0, or -EBADF when @fd is a file of a FUSE file system. */
 int input_refuse_fuse(int fd);
+/* 0 when @fd is an ordinary file that is open for reading, or with @write for writing, and whose owner cannot make that wait; else -EBADF
+ * with the reason. */
+int input_check_file(int fd, bool write, ErrorDetail *reterr);

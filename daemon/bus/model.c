@@ -310,19 +310,12 @@ static int bus_model_tokenize(sd_bus_message *m, void *userdata, sd_bus_error *e
     return bus_model_ask_tokens(m, userdata, true, error);
 }
 
-/* The engine thread writes it, so it must not be able to wait: an ordinary file, and none of a FUSE file system. */
+/* The engine thread writes it, so it must not be able to wait. */
 static int bus_model_check_npy(int fd, sd_bus_error *error)
 {
-    struct stat status;
-    int flags = fcntl(fd, F_GETFL);
+    ErrorDetail detail = ERROR_DETAIL_NULL;
 
-    if (flags < 0 || fstat(fd, &status) < 0)
-        return bus_error_invalid(error, "npy: %s", strerror(errno));
-    if ((flags & O_ACCMODE) == O_RDONLY || (flags & O_PATH))
-        return bus_error_invalid(error, "npy: the descriptor is not open for writing");
-    if (!S_ISREG(status.st_mode))
-        return bus_error_invalid(error, "npy: the descriptor is not an ordinary file");
-    return input_refuse_fuse(fd) < 0 ? bus_error_invalid(error, "npy: the descriptor is a file of a FUSE file system") : 0;
+    return input_check_file(fd, true, &detail) < 0 ? bus_error_invalid(error, "npy: %s", detail.text) : 0;
 }
 
 static int bus_model_evaluate(sd_bus_message *m, void *userdata, sd_bus_error *error)

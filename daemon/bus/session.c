@@ -2,6 +2,7 @@
 /* org.leat.Inference1.Session. */
 
 #include "daemon/bus/session.h"
+#include "daemon/bus/input.h"
 #include "daemon/bus/job.h"
 #include "daemon/bus/json-message.h"
 #include "daemon/bus/messages.h"
@@ -9,7 +10,9 @@
 #include "daemon/bus/request.h"
 #include "daemon/bus/usage.h"
 
+#include <fcntl.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- life -------------------------------------------------------------------------------------------------------------------- */
 
@@ -296,7 +299,8 @@ static int bus_session_count_tokens(sd_bus_message *m, void *userdata, sd_bus_er
     return r < 0 ? error_trace(r) : 1;
 }
 
-static int bus_session_answer_crop(BusQuestion *question, const EngineEvent *event, sd_bus_error *error)
+/* The answer to Crop and Restore: the session's new length. */
+static int bus_session_answer_length(BusQuestion *question, const EngineEvent *event, sd_bus_error *error)
 {
     BusSession *session = id_table_find(&question->bus->sessions, question->session);
     uint64_t length;
@@ -324,8 +328,61 @@ static int bus_session_crop(sd_bus_message *m, void *userdata, sd_bus_error *err
     if (n > 0)
         return bus_error_invalid(error, "n is %d, expected 0 or less: -n tokens are removed from the end", n);
     query.n = n;
-    r = bus_ask_engine(session->bus, m, &query, bus_session_answer_crop, NULL, error);
+    r = bus_ask_engine(session->bus, m, &query, bus_session_answer_length, NULL, error);
     return r < 0 ? error_trace(r) : 1;
+}
+
+static int bus_session_answer_save(BusQuestion *question, const EngineEvent *event, sd_bus_error *error)
+{
+    uint64_t bytes;
+    int r = json_message_integer(event->json, "bytes", &bytes);
+
+    (void)error;
+    if (r < 0)
+        return error_trace(r);
+    return question->call ? sd_bus_reply_method_return(question->call, "t", bytes) : 0;
+}
+
+/* A descriptor of the message's, checked, as our own. */
+static int bus_session_take_file(sd_bus_message *m, bool write, int *ret_fd, sd_bus_error *error)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    int fd, r;
+
+    if ((r = sd_bus_message_read(m, "h", &fd)) < 0 || (r = call_options_read_none(m, error)) < 0)
+        return error_trace(r);
+    if (input_check_file(fd, write, &detail) < 0)
+        return bus_error_invalid(error, "%s", detail.text);
+    *ret_fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    return *ret_fd < 0 ? error_origin(-errno) : 0;
+}
+
+/* What is in a session's context is its owner's, in a file as well. */
+static int bus_session_ask_file(sd_bus_message *m, BusSession *session, bool save, sd_bus_error *error)
+{
+    EngineQuery query = {.kind = save ? ENGINE_QUERY_SAVE_SESSION : ENGINE_QUERY_RESTORE_SESSION,
+                         .owner = session->client->owner,
+                         .session = session->id};
+    int r;
+
+    if ((r = bus_session_authorise_owner(session, m, error)) < 0 || (r = bus_session_take_file(m, save, &query.fd, error)) < 0)
+        return error_trace(r);
+    r = bus_ask_engine(session->bus, m, &query, save ? bus_session_answer_save : bus_session_answer_length, NULL, error);
+    if (r < 0) {
+        (void)close(query.fd);
+        return error_trace(r);
+    }
+    return 1;
+}
+
+static int bus_session_save(sd_bus_message *m, void *userdata, sd_bus_error *error)
+{
+    return bus_session_ask_file(m, userdata, true, error);
+}
+
+static int bus_session_restore(sd_bus_message *m, void *userdata, sd_bus_error *error)
+{
+    return bus_session_ask_file(m, userdata, false, error);
 }
 
 static int bus_session_cancel(sd_bus_message *m, void *userdata, sd_bus_error *error)
@@ -445,6 +502,10 @@ static const sd_bus_vtable bus_session_vtable[] = {
     SD_BUS_METHOD_WITH_NAMES("Crop", "ia{sv}", SD_BUS_PARAM(n) SD_BUS_PARAM(options), "u", SD_BUS_PARAM(length), bus_session_crop,
                              SD_BUS_VTABLE_UNPRIVILEGED),
     SD_BUS_METHOD_WITH_NAMES("Clone", "a{sv}", SD_BUS_PARAM(options), "o", SD_BUS_PARAM(session), bus_session_clone,
+                             SD_BUS_VTABLE_UNPRIVILEGED),
+    SD_BUS_METHOD_WITH_NAMES("Save", "ha{sv}", SD_BUS_PARAM(file) SD_BUS_PARAM(options), "t", SD_BUS_PARAM(bytes), bus_session_save,
+                             SD_BUS_VTABLE_UNPRIVILEGED),
+    SD_BUS_METHOD_WITH_NAMES("Restore", "ha{sv}", SD_BUS_PARAM(file) SD_BUS_PARAM(options), "u", SD_BUS_PARAM(length), bus_session_restore,
                              SD_BUS_VTABLE_UNPRIVILEGED),
     SD_BUS_METHOD_WITH_NAMES("Cancel", "a{sv}", SD_BUS_PARAM(options), "", , bus_session_cancel, SD_BUS_VTABLE_UNPRIVILEGED),
     SD_BUS_METHOD_WITH_NAMES("Close", "a{sv}", SD_BUS_PARAM(options), "", , bus_session_close, SD_BUS_VTABLE_UNPRIVILEGED),

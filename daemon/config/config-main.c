@@ -431,9 +431,24 @@ static int read_idle_exit(ConfigReader *reader, const YamlNode *node, void *targ
     return read_duration(reader, node, &((Config *)target)->idle_exit_usec);
 }
 
+static int read_spill(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    int r = config_read_string(reader, node, &((Config *)target)->spill_dir);
+
+    if (!r && ((Config *)target)->spill_dir[0] != '/')
+        r = config_read_fail(reader, node, "'%s' is not an absolute path", ((Config *)target)->spill_dir);
+    return r;
+}
+
+static int read_spill_after(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    return read_duration(reader, node, &((Config *)target)->spill_after_usec);
+}
+
 static int read_scheduler(ConfigReader *reader, const YamlNode *node, void *target)
 {
-    static const ConfigKey keys[] = {{"max-queue", read_max_queue}, {"idle-exit", read_idle_exit}};
+    static const ConfigKey keys[] = {
+        {"max-queue", read_max_queue}, {"idle-exit", read_idle_exit}, {"spill", read_spill}, {"spill-after", read_spill_after}};
 
     return config_read_map(reader, node, keys, N_ELEMENTS(keys), target);
 }

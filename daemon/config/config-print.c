@@ -164,6 +164,8 @@ int config_print(const Config *config, FILE *file)
         print_model(file, &config->models[i]);
     (void)fprintf(file, "scheduler:\n  max-queue: %" PRIu32 "\n", config->max_queue);
     print_duration(file, "  ", "idle-exit", config->idle_exit_usec);
+    print_key(file, "  ", "spill", config->spill_dir);
+    print_duration(file, "  ", "spill-after", config->spill_after_usec);
     (void)fputs("log:\n", file);
     (void)fprintf(file, "  level: %s\n", config->log_level <= 3   ? "error"
                                          : config->log_level == 4 ? "warning"

@@ -28,6 +28,7 @@ Config *config_free(Config *config)
         config_service_clear(&config->services[i]);
     free(config->devices);
     free(config->store_paths);
+    free(config->spill_dir);
     free(config->models);
     free(config->services);
     free(config);
@@ -247,6 +248,7 @@ int config_load(const char *path, Config **ret, ConfigMessages *messages)
     config->default_keep_alive_usec = CONFIG_DEFAULT_KEEP_ALIVE_USEC;
     config->max_queue = CONFIG_DEFAULT_MAX_QUEUE;
     config->log_level = LOG_LEVEL_INFO;
+    config->spill_after_usec = 60 * UINT64_C(1000000);
     config->idle_exit_usec = UINT64_MAX;
     if (path)
         r = config_load_tree(&reader, path);
@@ -311,6 +313,8 @@ int config_engine_models(const Config *config, EngineModel **ret, size_t *ret_n,
             .weights = from->weights,
             .parallel = from->parallel,
             .n_prefixes = from->prefixes,
+            .spill_dir = config->spill_dir,
+            .spill_after_usec = config->spill_after_usec,
             .keep_alive_usec = from->keep_alive_usec,
             .preload = from->preload,
             .sampling = from->sampling,

@@ -85,6 +85,8 @@ typedef struct Config {
     size_t n_services;
     uint32_t max_queue;
     int log_level;
+    char *spill_dir;         /* absolute, or NULL: caches of idle sessions stay in memory */
+    uint64_t spill_after_usec;
     uint64_t idle_exit_usec; /* bus activation with idle exit; UINT64_MAX: never */
 } Config;
 

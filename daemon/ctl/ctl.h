@@ -47,7 +47,7 @@ typedef struct Ctl {
     char **arguments; /* what follows the verb and the options */
     int n_arguments;
 
-    const char *model, *system, *file, *priority, *npy, *output, *spool, *ids_file;
+    const char *model, *system, *keep, *file, *priority, *npy, *output, *spool, *ids_file;
     bool raw, ids, ignore_eos, stats, special, has_depth;
     uint32_t depth; /* estimate */
     double duration;
@@ -132,6 +132,12 @@ int ctl_read_file(const char *path, char **ret_text, size_t *ret_length);
 int ctl_read_prompt(Ctl *ctl, char **ret_text, size_t *ret_length);
 /* A memfd with the text, at its start. */
 int ctl_text_fd(const char *text, size_t length, int *ret_fd);
+
+/* ---- verb-ask.c --------------------------------------------------------------------------------------------------------------------- */
+
+int ctl_open_session(Ctl *ctl, char **ret_path);
+/* Starts a generation; @prompt_fd is passed on when it is not -1.  *ret_fd is the caller's. */
+int ctl_generate(Ctl *ctl, const char *session, const json_t *messages, int prompt_fd, char **ret_job, int *ret_fd);
 
 /* ---- verbs -------------------------------------------------------------------------------------------------------------------------- */
 

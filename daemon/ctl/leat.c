@@ -53,6 +53,7 @@ static void ctl_help(void)
                "      --ignore-eos         go on after the model's end token\n"
                "  -f, --file FILE          read the prompt (run: the input) from a file; - is standard input\n"
                "  -s, --instructions TEXT  the system message (ask, chat)\n"
+               "      --keep FILE          chat: go on from FILE when it is there, and keep the conversation in it\n"
                "      --raw                no chat template: the prompt as it is\n"
                "      --ids                print token ids instead of text (eval: --ids FILE)\n"
                "      --stats              the usage on standard error\n"
@@ -76,7 +77,7 @@ static void ctl_help(void)
 enum {
     OPTION_USER = 256, OPTION_SYSTEM, OPTION_JSON, OPTION_NO_LEGEND, OPTION_TIMEOUT, OPTION_PRIORITY, OPTION_CACHE, OPTION_STOP,
     OPTION_IGNORE_EOS, OPTION_RAW, OPTION_IDS, OPTION_STATS, OPTION_SPOOL, OPTION_SPECIAL, OPTION_DURATION, OPTION_NPY, OPTION_VERSION,
-    OPTION_DEPTH,
+    OPTION_DEPTH, OPTION_KEEP,
     OPTION_BEAMS, OPTION_RETURN, OPTION_EARLY_STOPPING, OPTION_LENGTH_PENALTY, OPTION_SAMPLE, OPTION_PROMPTS, OPTION_BAD_WORD,
     OPTION_SAMPLING, /* and the following ones, in the order of ctl_sampling_options */
 };
@@ -108,6 +109,7 @@ static const struct option ctl_options[] = {
     {"duration", required_argument, NULL, OPTION_DURATION},
     {"npy", required_argument, NULL, OPTION_NPY},
     {"depth", required_argument, NULL, OPTION_DEPTH},
+    {"keep", required_argument, NULL, OPTION_KEEP},
     {"help", no_argument, NULL, 'h'},
     {"version", no_argument, NULL, OPTION_VERSION},
     {"temperature", required_argument, NULL, OPTION_SAMPLING + 0},
@@ -319,6 +321,9 @@ static int ctl_parse_option(Ctl *ctl, int option)
         return ctl_parse_seconds(optarg, &ctl->duration);
     case OPTION_NPY:
         ctl->npy = optarg;
+        break;
+    case OPTION_KEEP:
+        ctl->keep = optarg;
         break;
     case OPTION_DEPTH:
         return ctl_parse_depth(ctl, optarg);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ask: one question; chat: a conversation. */
+/* ask: one question. */
 
 #include "daemon/ctl/ctl.h"
 
 #include <fcntl.h>
 #include <string.h>
 
-static int ctl_open_session(Ctl *ctl, char **ret_path)
+int ctl_open_session(Ctl *ctl, char **ret_path)
 {
     _cleanup_(sd_bus_message_unrefp) sd_bus_message *call = NULL, *reply = NULL;
     const char *path = NULL;
@@ -44,8 +44,7 @@ static int ctl_append_messages(sd_bus_message *call, const json_t *messages)
     return r < 0 ? r : sd_bus_message_close_container(call);
 }
 
-/* Starts a generation; @prompt_fd is passed on when it is not -1.  *ret_fd is the caller's. */
-static int ctl_generate(Ctl *ctl, const char *session, const json_t *messages, int prompt_fd, char **ret_job, int *ret_fd)
+int ctl_generate(Ctl *ctl, const char *session, const json_t *messages, int prompt_fd, char **ret_job, int *ret_fd)
 {
     _cleanup_(sd_bus_message_unrefp) sd_bus_message *call = NULL, *reply = NULL;
     const char *job = NULL;
@@ -106,63 +105,4 @@ int ctl_verb_ask(Ctl *ctl)
     ctl_answer_clear(&answer);
     json_decref(messages);
     return r;
-}
-
-/* One turn: the answer joins the conversation when it is complete. */
-static int ctl_chat_turn(Ctl *ctl, const char *session, json_t *messages)
-{
-    _cleanup_(freep) char *job = NULL;
-    _cleanup_(close_fdp) int stream_fd = -1;
-    CtlAnswer answer = CTL_ANSWER_NULL;
-    int r = ctl_generate(ctl, session, messages, -1, &job, &stream_fd);
-
-    if (!r)
-        r = ctl_stream_read(ctl, stream_fd, job, stdout, &answer);
-    if (!r)
-        r = ctl_answer_print(ctl, &answer, true);
-    if (r == CTL_EXIT_DONE || r == CTL_EXIT_INTERRUPTED)
-        (void)json_array_append_new(messages,
-                                    json_pack("{s:s,s:s}", "role", "assistant", "content", answer.text ? answer.text : ""));
-    else
-        (void)json_array_remove(messages, json_array_size(messages) - 1);
-    ctl_answer_clear(&answer);
-    return r;
-}
-
-int ctl_verb_chat(Ctl *ctl)
-{
-    _cleanup_(freep) char *session = NULL, *line = NULL;
-    bool terminal = isatty(STDIN_FILENO) && isatty(STDOUT_FILENO);
-    json_t *messages = json_array();
-    size_t capacity = 0;
-    int r = ctl_connect(ctl);
-
-    if (!r)
-        r = ctl_open_session(ctl, &session);
-    if (!r && ctl->system)
-        (void)json_array_append_new(messages, json_pack("{s:s,s:s}", "role", "system", "content", ctl->system));
-    if (!r && terminal && !ctl->quiet)
-        (void)fputs("Ctrl-D ends the conversation, Ctrl-C an answer.\n", stderr);
-    while (r == CTL_EXIT_DONE || r == CTL_EXIT_INTERRUPTED || (session && terminal)) {
-        ssize_t n;
-
-        if (terminal) {
-            (void)fputs("> ", stdout);
-            (void)fflush(stdout);
-        }
-        n = getline(&line, &capacity, stdin);
-        if (n < 0)
-            break;
-        if (n > 0 && line[n - 1] == '\n')
-            line[--n] = 0;
-        if (!n)
-            continue;
-        if (json_array_append_new(messages, json_pack("{s:s,s:s}", "role", "user", "content", line)) < 0) {
-            r = ctl_fail(CTL_EXIT_USAGE, "the line is not valid UTF-8");
-            continue;
-        }
-        r = ctl_chat_turn(ctl, session, messages);
-    }
-    json_decref(messages);
-    return r == CTL_EXIT_INTERRUPTED ? CTL_EXIT_DONE : r;
 }

@@ -9,6 +9,7 @@
  */
 
 #include "daemon/engine/batch.h"
+#include "daemon/engine/files.h"
 #include "daemon/engine/job.h"
 #include "daemon/engine/loader.h"
 #include "daemon/engine/mailbox.h"
@@ -38,7 +39,7 @@ struct Engine {
     pthread_t thread;
     bool thread_started;
     Mailbox *mailbox;
-    Loader *loader;
+    Worker *loader, *file_worker;
     GpuOptions gpu_options;
     char *state_dir;
     uint32_t max_queue;
@@ -62,12 +63,14 @@ struct Engine {
     uint32_t last_group;
     Session *sessions;
     uint64_t last_session;
+    FileTask *file_tasks;
+    uint64_t last_file_task;
     uint32_t n_sessions;
     Job *jobs; /* in order of arrival */
     OwnerTurn turns[ENGINE_TURNS];
     uint64_t turn_serial, pass_serial;
     uint64_t overlap_job; /* whose copies are being measured; 0: nobody's */
-    bool status_dirty, admission_due, quitting;
+    bool status_dirty, admission_due, quitting, spill_failed;
 };
 
 /* ---- device.c */

@@ -34,6 +34,9 @@ static void engine_handle(Engine *engine, Command *command)
     case COMMAND_FILE_OPENED:
         models_file_opened(engine, command);
         return;
+    case COMMAND_FILE_DONE:
+        files_done(engine, command->id);
+        return;
     case COMMAND_QUIT:
         engine->quitting = true;
         return;
@@ -43,11 +46,13 @@ static void engine_handle(Engine *engine, Command *command)
 /* What is due by time, then what can start; returns when to look again. */
 static uint64_t engine_tick(Engine *engine)
 {
-    uint64_t now = now_usec(), deadline, idle;
+    uint64_t now = now_usec(), deadline, idle, spill;
 
     deadline = jobs_expire(engine, now);
     idle = models_expire(engine, now);
+    spill = files_spill_idle(engine, now);
     jobs_admit(engine);
+    idle = MIN(idle, spill);
     return MIN(deadline, idle);
 }
 
@@ -60,6 +65,7 @@ static void engine_shut_down(Engine *engine)
     while (engine->sessions)
         sessions_close(engine, engine->sessions);
     models_free_all(engine);
+    files_drop_store(engine, NULL);
     device_close(engine);
 }
 
@@ -130,7 +136,9 @@ int engine_new(const EngineOptions *options, Engine **ret, ErrorDetail *reterr)
     r = engine_copy_options(engine, options);
     if (r < 0)
         return error_trace(r);
-    r = loader_new(engine->mailbox, engine->state_dir, &engine->loader, reterr);
+    r = worker_new(engine->mailbox, "leat-loader", &engine->loader, reterr);
+    if (r == 0)
+        r = worker_new(engine->mailbox, "leat-files", &engine->file_worker, reterr);
     if (r < 0)
         return error_trace(r);
     status_publish(engine);
@@ -158,7 +166,8 @@ Engine *engine_free(Engine *engine)
         mailbox_post(engine->mailbox, quit);
         (void)pthread_join(engine->thread, NULL);
     }
-    engine->loader = loader_free(engine->loader);
+    engine->loader = worker_free(engine->loader);
+    engine->file_worker = worker_free(engine->file_worker);
     if (!engine->thread_started && engine->mailbox)
         models_free_all(engine);
     mailbox_free(engine->mailbox);

@@ -28,6 +28,7 @@ typedef enum EngineResult {
     ENGINE_RESULT_NO_SUCH_SERVICE,
     ENGINE_RESULT_MODEL_NOT_INSTALLED,
     ENGINE_RESULT_MODEL_CORRUPT,
+    ENGINE_RESULT_DIGEST_MISMATCH,    /* a saved session of another model, form of cache or version */
     ENGINE_RESULT_UNSUPPORTED_MODEL,
     ENGINE_RESULT_OUT_OF_DEVICE_MEMORY,
     ENGINE_RESULT_OUT_OF_MEMORY,
@@ -105,6 +106,8 @@ typedef struct EngineModel {
     ModelWeights weights; /* how they come to the device when not all fit; its budget is the planner's */
     uint32_t parallel;    /* sessions with state on the device at once */
     uint32_t n_prefixes;  /* pasts kept for those who begin alike, per policy; 0: none */
+    const char *spill_dir; /* caches of sessions that are idle for spill_after_usec go to unnamed files there; NULL: they stay */
+    uint64_t spill_after_usec;
     uint64_t keep_alive_usec; /* idle time before unloading; UINT64_MAX: never */
     bool preload;
     EngineSampling sampling;
@@ -241,6 +244,8 @@ typedef enum EngineQueryKind {
     ENGINE_QUERY_CLOSE_SESSION,
     ENGINE_QUERY_CLONE_SESSION, /* → session */
     ENGINE_QUERY_CROP_SESSION,  /* n (<= 0) → json {"length"} */
+    ENGINE_QUERY_SAVE_SESSION,    /* fd (taken): an ordinary file, overwritten → json {"bytes"} */
+    ENGINE_QUERY_RESTORE_SESSION, /* fd (taken): what was saved → json {"length", "cached-length"} */
     ENGINE_QUERY_SESSION_CACHE, /* → json of Session.Cache */
     ENGINE_QUERY_COUNT_TOKENS,  /* model or session; messages or text → json {"tokens"}; with want_ids: ids in the event */
     ENGINE_QUERY_ESTIMATE,      /* model, policy, n (a depth, or negative) → json of Model.Estimate */

@@ -314,6 +314,10 @@ static bool job_admit(Engine *engine, Job *job)
         jobs_finish(engine, job, ENGINE_RESULT_DONE, NULL);
         return true;
     }
+    if (job->session && files_fetch(engine, job->session)) {
+        job_set_state(job, engine->mailbox, ENGINE_JOB_LOADING);
+        return false;
+    }
     if (!job_has_place(engine, job)) {
         job_set_state(job, engine->mailbox, ENGINE_JOB_QUEUED);
         return false;

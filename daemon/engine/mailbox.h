@@ -1,7 +1,7 @@
 #pragma once
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Where the main thread, the loader's worker and the engine thread meet: commands in, events out, one lock, one eventfd, one number
+ * Where the main thread, the workers and the engine thread meet: commands in, events out, one lock, one eventfd, one number
  * that says that the engine is alive.  The lock is never held across a call that may block.
  */
 
@@ -20,6 +20,7 @@ typedef enum CommandKind {
     COMMAND_QUERY,       /* query */
     COMMAND_MODELS,      /* models: a new configuration */
     COMMAND_FILE_OPENED, /* from the worker: id of the slot, file or result with detail, usec it took */
+    COMMAND_FILE_DONE,   /* from the worker for sessions in files: id of the task */
     COMMAND_QUIT,
 } CommandKind;
 

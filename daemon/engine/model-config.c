@@ -103,7 +103,7 @@ static int model_config_copy(const EngineModel *model, EngineModel *ret)
     EngineModel copy = *model;
     int r;
 
-    copy.name = copy.path = copy.chat_template = NULL;
+    copy.name = copy.path = copy.chat_template = copy.spill_dir = NULL;
     copy.sampling.stop = NULL;
     copy.sampling.n_stop = 0;
     r = copy_string(model->name, &copy.name);
@@ -111,6 +111,8 @@ static int model_config_copy(const EngineModel *model, EngineModel *ret)
         r = copy_string(model->path, &copy.path);
     if (r == 0)
         r = copy_string(model->chat_template, &copy.chat_template);
+    if (r == 0)
+        r = copy_string(model->spill_dir, &copy.spill_dir);
     if (r == 0)
         r = sampling_copy(&model->sampling, &copy.sampling);
     if (r < 0) {
@@ -127,8 +129,9 @@ void model_config_clear(EngineModel *model)
     free_string(model->name);
     free_string(model->path);
     free_string(model->chat_template);
+    free_string(model->spill_dir);
     sampling_clear(&model->sampling);
-    model->name = model->path = model->chat_template = NULL;
+    model->name = model->path = model->chat_template = model->spill_dir = NULL;
 }
 
 int model_configs_copy(const EngineModel *models, size_t n, EngineModel **ret)

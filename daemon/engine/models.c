@@ -153,6 +153,7 @@ static ModelSlot *slot_free(Engine *engine, ModelSlot *slot)
         query->next = NULL;
         query_answer(engine, query, ENGINE_RESULT_NO_SUCH_MODEL, &detail);
     }
+    files_slot_ready(engine, slot, ENGINE_RESULT_NO_SUCH_MODEL, &detail);
     jobs_fail_slot(engine, slot, ENGINE_RESULT_NO_SUCH_MODEL, &detail);
     sessions_close_slot(engine, slot);
     slot_unload(engine, slot);
@@ -197,6 +198,8 @@ static uint64_t slot_expire(Engine *engine, ModelSlot *slot, uint64_t now)
         else
             next = due;
     }
+    if (slot->restores && slot->state == SLOT_UNLOADED)
+        slot_want_loaded(engine, slot); /* asked for while the old load was on its way out */
     if (slot->file && slot->state != SLOT_LOADING && !slot->queries) {
         due = after(slot->file_since_usec, MODELS_FILE_KEEP_USEC);
         if (due <= now)
@@ -253,7 +256,7 @@ bool models_make_room(Engine *engine, const ModelSlot *except)
         store = *found;
         sessions_drop_caches(engine, slot, store);
         *found = store->next;
-        store_slot_free(store);
+        store_slot_free(engine, store);
         return true;
     }
     for (slot = engine->slots; slot; slot = slot->next)

@@ -73,6 +73,7 @@ struct ModelSlot {
     bool unload_wanted;
     uint64_t idle_since_usec, file_since_usec;
     Query *queries;   /* wait for the file */
+    Query *restores;  /* wait for the load */
     EngineModelStatus facts;
 };
 
@@ -111,7 +112,7 @@ void models_file_opened(Engine *engine, Command *command);
 void slot_unload(Engine *engine, ModelSlot *slot);
 
 /* With its prefixes; no session has a cache of it.  Returns NULL. */
-StoreSlot *store_slot_free(StoreSlot *store);
+StoreSlot *store_slot_free(Engine *engine, StoreSlot *store);
 /* The store for a policy, or NULL. */
 StoreSlot *slot_find_store(ModelSlot *slot, const KvPolicy *policy);
 /* The same, made when there is none; @make_room: at the cost of what is idle. */

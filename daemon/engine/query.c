@@ -41,7 +41,7 @@ int query_new(const EngineQuery *query, Query **ret)
         copy->n_messages = query->n_messages;
     }
     /* Zero is a valid descriptor, but callers that have none leave the field zero. */
-    if (query->kind == ENGINE_QUERY_TRACE_STOP)
+    if (query->kind == ENGINE_QUERY_TRACE_STOP || query->kind == ENGINE_QUERY_SAVE_SESSION || query->kind == ENGINE_QUERY_RESTORE_SESSION)
         copy->fd = query->fd;
     *ret = TAKE_PTR(copy);
     return 0;
@@ -200,6 +200,10 @@ static void query_session(Engine *engine, Query *query)
         query_clone(engine, query, session);
     } else if (query->kind == ENGINE_QUERY_CROP_SESSION) {
         query_crop(engine, query, session);
+    } else if (query->kind == ENGINE_QUERY_SAVE_SESSION) {
+        files_save(engine, query, session);
+    } else if (query->kind == ENGINE_QUERY_RESTORE_SESSION) {
+        files_restore(engine, query, session);
     } else {
         query_cache(engine, query, session);
     }
@@ -319,6 +323,8 @@ void query_handle(Engine *engine, Query *query)
     case ENGINE_QUERY_CLOSE_SESSION:
     case ENGINE_QUERY_CLONE_SESSION:
     case ENGINE_QUERY_CROP_SESSION:
+    case ENGINE_QUERY_SAVE_SESSION:
+    case ENGINE_QUERY_RESTORE_SESSION:
     case ENGINE_QUERY_SESSION_CACHE:
         query_session(engine, query);
         return;

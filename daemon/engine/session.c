@@ -5,6 +5,7 @@
 #include "daemon/engine/mailbox.h"
 
 #include <string.h>
+#include <unistd.h>
 
 Session *session_new(ModelSlot *slot, const KvPolicy *policy, uint64_t id, uint64_t owner)
 {
@@ -17,6 +18,7 @@ Session *session_new(ModelSlot *slot, const KvPolicy *policy, uint64_t id, uint6
     session->id = id;
     session->owner = owner;
     session->last_used_usec = now_usec();
+    session->spill_fd = -1;
     return session;
 }
 
@@ -25,6 +27,7 @@ Session *session_free(Session *session)
     if (!session)
         return NULL;
     session_drop_cache(session);
+    session_forget_file(session);
     token_list_clear(&session->ids);
     free(session);
     return NULL;
@@ -39,6 +42,13 @@ void session_drop_cache(Session *session)
 {
     session->cache = kv_cache_free(session->cache);
     session->store = NULL;
+}
+
+void session_forget_file(Session *session)
+{
+    if (session->spill_fd >= 0)
+        (void)close(session->spill_fd);
+    session->spill_fd = -1;
 }
 
 void session_trim(Session *session)

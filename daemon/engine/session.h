@@ -25,6 +25,8 @@ struct Session {
     StoreSlot *store; /* of the cache */
     Job *job;         /* the one generation that may use it, or NULL */
     uint64_t last_used_usec;
+    int spill_fd;      /* an unnamed file with what the session was when it was written, or -1 */
+    bool in_file_task; /* it is being written there or read back */
 };
 
 Session *session_new(ModelSlot *slot, const KvPolicy *policy, uint64_t id, uint64_t owner);
@@ -35,6 +37,8 @@ DEFINE_CLEANUP(Session, session_free)
 uint32_t session_cached(const Session *session);
 /* Forgets the cache, keeps the ids. */
 void session_drop_cache(Session *session);
+/* Forgets what was written of it. */
+void session_forget_file(Session *session);
 /* Forgets the ids that the cache does not hold: after a generation, so that the next one starts from what was computed. */
 void session_trim(Session *session);
 /* How many leading ids are equal. */

@@ -86,6 +86,7 @@ static void slot_fail(Engine *engine, ModelSlot *slot, EngineResult result, cons
     log_warning("Model '%s' cannot be loaded: %s", slot->config.name, detail->text);
     status_model_state(engine, slot);
     jobs_fail_slot(engine, slot, result, detail);
+    files_slot_ready(engine, slot, result, detail);
 }
 
 static void slot_open(Engine *engine, ModelSlot *slot)
@@ -94,7 +95,7 @@ static void slot_open(Engine *engine, ModelSlot *slot)
 
     if (slot->opening)
         return;
-    if (loader_open(engine->loader, slot->id, slot->config.path) < 0) {
+    if (loader_open(engine->loader, slot->id, slot->config.path, engine->state_dir) < 0) {
         (void)error_detail_set(&detail, -ENOMEM, "out of memory: model '%s' cannot be opened", slot->config.name);
         slot_fail(engine, slot, ENGINE_RESULT_OUT_OF_MEMORY, &detail);
         return;
@@ -240,6 +241,7 @@ static void slot_load(Engine *engine, ModelSlot *slot)
     slot->idle_since_usec = now_usec();
     slot_log_loaded(slot);
     status_model_state(engine, slot);
+    files_slot_ready(engine, slot, ENGINE_RESULT_DONE, NULL);
 }
 
 void slot_want_loaded(Engine *engine, ModelSlot *slot)
@@ -326,7 +328,7 @@ void slot_unload(Engine *engine, ModelSlot *slot)
     sessions_drop_caches(engine, slot, NULL);
     for (StoreSlot *store = slot->stores, *next; store; store = next) {
         next = store->next;
-        store_slot_free(store);
+        store_slot_free(engine, store);
     }
     slot->stores = NULL;
     slot->model = model_free(slot->model);
@@ -343,8 +345,9 @@ void slot_unload(Engine *engine, ModelSlot *slot)
 
 /* ---- stores ---------------------------------------------------------------------------------------------------------------- */
 
-StoreSlot *store_slot_free(StoreSlot *store)
+StoreSlot *store_slot_free(Engine *engine, StoreSlot *store)
 {
+    files_drop_store(engine, store);
     prefixes_clear(&store->prefixes);
     kv_store_free(store->store);
     free(store);

@@ -52,3 +52,14 @@ int digest_of_file(const Gguf *gguf, const char *state_dir, uint8_t ret[static D
         log_warning("cannot remember the model's digest in '%s': %s, ignoring", state_dir, strerror(-r));
     return 0;
 }
+
+int digest_from_hex(const char *hex, uint8_t ret[static DIGEST_BYTES])
+{
+    static const char digits[] = "0123456789abcdef";
+
+    if (strlen(hex) != 2 * DIGEST_BYTES || strspn(hex, digits) != 2 * DIGEST_BYTES)
+        return -EINVAL;
+    for (size_t i = 0; i < DIGEST_BYTES; i++)
+        ret[i] = (uint8_t)((strchr(digits, hex[2 * i]) - digits) << 4 | (strchr(digits, hex[2 * i + 1]) - digits));
+    return 0;
+}

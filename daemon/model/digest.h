@@ -10,3 +10,5 @@
 int digest_of_file(const Gguf *gguf, const char *state_dir, uint8_t ret[static DIGEST_BYTES]);
 /* 64 hex digits and NUL. */
 void digest_to_hex(const uint8_t digest[static DIGEST_BYTES], char ret[static 2 * DIGEST_BYTES + 1]);
+/* -EINVAL when it is not 64 hex digits. */
+int digest_from_hex(const char *hex, uint8_t ret[static DIGEST_BYTES]);

@@ -9,6 +9,7 @@
  * a lost token or another session's cache changes the text.  Ids 0..255 are bytes, 256 ends a turn.
  */
 
+#include "cache/kv-file.h"
 #include "daemon/engine/engine.h"
 #include "daemon/model/speed.h"
 #include "daemon/text/chat-template.h"
@@ -366,7 +367,7 @@ int chat_pieces_encode(const ChatPieces *pieces, const Tokenizer *tokenizer, Tok
 struct ModelFile {
     ModelParams params;
     uint64_t bytes; /* on the device */
-    bool no_template, used;
+    bool no_template, used, other;
 };
 
 struct Model {
@@ -408,6 +409,7 @@ int model_file_open(const char *path, const char *state_dir, ModelFile **ret, Er
     file->params.n_vocab = FAKE_VOCAB;
     file->params.context_length = FAKE_CONTEXT;
     file->bytes = strpbrk(path, "0123456789") ? strtoull(strpbrk(path, "0123456789"), NULL, 10) : 100;
+    file->other = strstr(path, "other") != NULL;
     file->no_template = strstr(path, "plain") != NULL;
     pthread_mutex_lock(&fake.lock);
     fake.n_files++;
@@ -444,8 +446,8 @@ const char *model_file_chat_template(const ModelFile *file)
 
 const char *model_file_digest(const ModelFile *file)
 {
-    (void)file;
-    return "d1ce";
+    return file->other ? "d1ce000000000000000000000000000000000000000000000000000000000001"
+                           : "d1ce000000000000000000000000000000000000000000000000000000000000";
 }
 
 uint64_t model_file_bytes(const ModelFile *file)
@@ -708,6 +710,80 @@ int kv_cache_checkpoint(KvCache *cache)
 void kv_cache_bytes(const KvCache *cache, KvBytes *ret)
 {
     *ret = (KvBytes){.host = cache->n, .device = 1, .length = cache->n};
+}
+
+/* ---- cache/kv-file.h: the container is the real one ------------------------------------------------------------------------------- */
+
+struct KvSave {
+    KvImage *image;
+    int32_t ids[FAKE_CONTEXT];
+    uint8_t extra[4 * FAKE_CONTEXT];
+};
+
+uint64_t kv_store_layout(const KvStore *store)
+{
+    return 1000 + store->policy.form.k_bits;
+}
+
+int kv_save_begin(KvCache *cache, const uint8_t model[static KV_IMAGE_DIGEST], const void *extra, size_t n_extra, KvSave **ret,
+                  ErrorDetail *reterr)
+{
+    KvImageFacts facts = {.layout = cache ? kv_store_layout(cache->store) : 0, .n_tokens = cache ? cache->n : 0};
+    KvSave *save = calloc(1, sizeof(*save));
+
+    (void)reterr;
+    assert_non_null(save);
+    assert_true(n_extra <= sizeof(save->extra));
+    memcpy(facts.model, model, sizeof(facts.model));
+    memcpy(save->extra, extra, n_extra);
+    save->image = kv_image_new(&facts);
+    assert_int_equal(kv_image_chunk(save->image, 1, 0, 0), 0);
+    if (cache) {
+        memcpy(save->ids, cache->ids, sizeof(save->ids));
+        assert_int_equal(kv_image_piece(save->image, save->ids, cache->n * sizeof(int32_t)), 0);
+    }
+    assert_int_equal(kv_image_chunk(save->image, 2, 0, 0), 0);
+    assert_int_equal(kv_image_piece(save->image, save->extra, n_extra), 0);
+    *ret = save;
+    return 0;
+}
+
+uint64_t kv_save_bytes(const KvSave *save)
+{
+    return kv_image_bytes(save->image);
+}
+
+int kv_save_write(const KvSave *save, int fd)
+{
+    return kv_image_write(save->image, fd);
+}
+
+KvSave *kv_save_end(KvSave *save)
+{
+    if (save)
+        kv_image_free(save->image);
+    free(save);
+    return NULL;
+}
+
+int kv_restore(KvStore *store, const KvImage *image, KvCache **ret, ErrorDetail *reterr)
+{
+    const KvImageChunk *chunk = kv_image_find(image, 1, 0, 0);
+    int r = kv_cache_new(store, ret, reterr);
+
+    if (r)
+        return r;
+    memcpy((*ret)->ids, chunk->data, chunk->bytes);
+    (*ret)->n = image->facts.n_tokens;
+    return 0;
+}
+
+const void *kv_image_extra(const KvImage *image, size_t *ret_n)
+{
+    const KvImageChunk *chunk = kv_image_find(image, 2, 0, 0);
+
+    *ret_n = chunk->bytes;
+    return chunk->data;
 }
 
 /* What the model says after a history. */
