@@ -191,11 +191,13 @@ static void run_states(Fixture *fixture, KvPass *pass, uint32_t l, Sequence **se
 
 static uint64_t expected_row(const Fixture *fixture, const Sequence *sequence, uint32_t l, uint32_t position)
 {
+    const KvLayer *layer = &fixture->layers[fixture->layers[l].kind == KV_LAYER_SHARED ? fixture->layers[l].source : l];
+    KvForm form = layer->form ? *layer->form : kv_store_policy(fixture->stores[fixture->store])->form;
     uint32_t keys[MAX_TOKENS];
 
     for (uint32_t j = 0; j <= position; j++)
         keys[j] = key_of(fixture, sequence->ids[j], l);
-    return loose_expected(keys, position);
+    return loose_expected(form, keys, position);
 }
 
 static void check_row(const Fixture *fixture, const Sequence *sequence, uint32_t position, uint32_t row)
