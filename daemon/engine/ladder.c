@@ -7,10 +7,12 @@
  *   host-home          the cache's pages live in host memory
  *   streamed-weights   an eighth of what the weights hold of the device leaves it, and streams from then on
  *
+ * Caches move with their pages (cache/kv-migrate.h) where both stores have room for a moment; else what they held is run again.
  * None changes a bit of an answer: a row's result depends on that row only, a block of pages is the unit of summation, and where pages and
  * weights live does not matter.  What was given up stays so until the model is loaded anew.
  */
 
+#include "cache/kv-migrate.h"
 #include "daemon/engine/engine-internal.h"
 #include "quant/base/log.h"
 
@@ -55,12 +57,17 @@ static bool fewer_rows(Engine *engine, ModelSlot *slot)
     return true;
 }
 
-static bool stream_weights(Engine *engine, ModelSlot *slot)
+static int stream_an_eighth(Model *model, ErrorDetail *reterr)
 {
     ModelPlan plan;
 
-    model_weights_plan(slot->model, &plan);
-    if (slot->config.weights.all_layers || model_stream_more(slot->model, (plan.weight_bytes + plan.weight_staging_bytes) / 8, NULL) != 0)
+    model_weights_plan(model, &plan);
+    return model_stream_more(model, (plan.weight_bytes + plan.weight_staging_bytes) / 8, reterr);
+}
+
+static bool stream_weights(Engine *engine, ModelSlot *slot)
+{
+    if (slot->config.weights.all_layers || stream_an_eighth(slot->model, NULL) != 0)
         return false;
     slot->steps |= MODEL_STEP_WEIGHTS;
     note(engine, slot, MODEL_STEP_WEIGHTS);
@@ -96,8 +103,51 @@ bool ladder_for_store(Engine *engine, ModelSlot *slot, StoreSlot *store, KvPolic
     return stream_weights(engine, slot);
 }
 
-/* The store anew under another policy.  Its caches go: what they held is run again, with the same result. */
-static bool remake_store(Engine *engine, ModelSlot *slot, StoreSlot *store, const KvPolicy *policy)
+/* A store beside those that there are; weights lend their room when nothing else is left. */
+static int new_store_on_loan(ModelSlot *slot, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr)
+{
+    int r;
+
+    do
+        r = model_store_new(slot->model, policy, ret, reterr);
+    while (r == MODEL_E_DEVICE_MEMORY && stream_an_eighth(slot->model, NULL) == 0);
+    return r;
+}
+
+/* Gives weights the room back that they have lent. */
+static void end_loan(ModelSlot *slot, uint64_t budget_bytes)
+{
+    if (model_options(slot->model)->weights.budget_bytes == budget_bytes || model_place_weights(slot->model, budget_bytes, NULL) == 0)
+        return;
+    slot->steps |= MODEL_STEP_WEIGHTS;
+    (void)stream_an_eighth(slot->model, NULL);
+}
+
+/* The store under another policy, with all caches that it has: built beside it, so there has to be room for both for a moment. */
+static bool move_store(ModelSlot *slot, StoreSlot *store, const KvPolicy *policy)
+{
+    uint64_t budget_bytes = model_options(slot->model)->weights.budget_bytes;
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    KvStore *target = NULL;
+    int r;
+
+    r = new_store_on_loan(slot, policy, &target, &detail);
+    if (!r)
+        r = kv_store_migrate(store->store, target, false, &detail);
+    if (r) {
+        log_debug("Caches of '%s' cannot move: %s", slot->config.name, detail.text);
+        kv_store_free(target);
+        end_loan(slot, budget_bytes);
+        return false;
+    }
+    kv_store_free(store->store);
+    store->store = target;
+    end_loan(slot, budget_bytes);
+    return true;
+}
+
+/* The store anew.  Its caches go: what they held is run again, with the same result. */
+static void remake_store(Engine *engine, ModelSlot *slot, StoreSlot *store, const KvPolicy *policy)
 {
     int r;
 
@@ -106,27 +156,32 @@ static bool remake_store(Engine *engine, ModelSlot *slot, StoreSlot *store, cons
     store->store = kv_store_free(store->store);
     r = model_store_new(slot->model, policy, &store->store, NULL);
     if (r == 0)
-        return true;
+        return;
     for (StoreSlot **s = &slot->stores; *s; s = &(*s)->next)
         if (*s == store) {
             *s = store->next;
             break;
         }
     free(store); /* the next pass makes one, or fails for good */
-    return true;
 }
 
+/* A smaller ring is not worth running everything again; a home in host memory is. */
 static bool lower_store(Engine *engine, ModelSlot *slot, StoreSlot *store)
 {
     KvPolicy policy = *kv_store_policy(store->store);
-    ModelStep step = policy.home == KV_HOME_DEVICE ? lower_policy(&policy) : 0;
+    ModelStep step;
 
-    if (!step)
-        return false;
     policy.tile_blocks = store->policy.tile_blocks; /* kv_store_policy() has filled it in */
+    if (policy.home == KV_HOME_HOST && (policy.transfer != KV_TRANSFER_COPY || (store->steps & MODEL_STEP_STAGING)))
+        return false; /* there is no ring, or it is as small as can be */
+    step = lower_policy(&policy);
+    if (!step || (!move_store(slot, store, &policy) && step != MODEL_STEP_HOME))
+        return false;
     store->steps |= (unsigned)step;
     note(engine, slot, step);
-    return remake_store(engine, slot, store, &policy);
+    if (kv_store_policy(store->store)->home != policy.home)
+        remake_store(engine, slot, store, &policy);
+    return true;
 }
 
 bool ladder_for_pass(Engine *engine, ModelSlot *slot, StoreSlot *store)

@@ -221,6 +221,15 @@ int model_shrink_rows(Model *model, uint32_t max_rows, ErrorDetail *reterr)
     return r;
 }
 
+static int move_weights(Model *model, const ModelOptions *options, Placement *placement, ErrorDetail *reterr)
+{
+    int r = model_fold_gpu(weights_device_move(&model->weights, placement, reterr));
+
+    if (!r)
+        model->options = *options;
+    return r;
+}
+
 int model_stream_more(Model *model, uint64_t bytes, ErrorDetail *reterr)
 {
     const Placement *now = &model->weights.placement;
@@ -234,12 +243,29 @@ int model_stream_more(Model *model, uint64_t bytes, ErrorDetail *reterr)
                                 (unsigned long long)taken, (unsigned long long)bytes);
     options.weights.budget_bytes = taken - bytes;
     r = model_placement(gpu_info(model->gpu), model->file, &options, &placement, reterr);
+    return r ? r : move_weights(model, &options, &placement, reterr);
+}
+
+int model_place_weights(Model *model, uint64_t budget_bytes, ErrorDetail *reterr)
+{
+    const Placement *now = &model->weights.placement;
+    uint64_t by_purpose[GPU_PURPOSE_X_MAX], used, budget = gpu_info(model->gpu)->budget_bytes, wanted;
+    ModelOptions options = model->options;
+    Placement placement = PLACEMENT_NULL;
+    int r;
+
+    options.weights.budget_bytes = budget_bytes;
+    r = model_placement(gpu_info(model->gpu), model->file, &options, &placement, reterr);
     if (r)
         return r;
-    r = model_fold_gpu(weights_device_move(&model->weights, &placement, reterr));
-    if (!r)
-        model->options = options;
-    return r;
+    gpu_memory_used(model->gpu, by_purpose, &used);
+    wanted = used - now->device_bytes - now->staging_bytes + placement.device_bytes + placement.staging_bytes;
+    if (wanted > budget) {
+        placement_clear(&placement);
+        return error_detail_set(reterr, MODEL_E_DEVICE_MEMORY, "%llu bytes of the device would be in use, its budget is %llu",
+                                (unsigned long long)wanted, (unsigned long long)budget);
+    }
+    return move_weights(model, &options, &placement, reterr);
 }
 
 void model_weights_plan(const Model *model, ModelPlan *ret)

@@ -114,6 +114,9 @@ int model_shrink_rows(Model *model, uint32_t max_rows, ErrorDetail *reterr);
 /* Between passes: weights leave the device until they take at least @bytes less there, and stream from then on.  Answers stay the same.
  * MODEL_E_DEVICE_MEMORY when they cannot; after another error the model cannot be used any more. */
 int model_stream_more(Model *model, uint64_t bytes, ErrorDetail *reterr);
+/* The other way, to a budget as in ModelWeights.  MODEL_E_DEVICE_MEMORY when that is not free; after another error call model_stream_more(),
+ * which makes whole again what can be. */
+int model_place_weights(Model *model, uint64_t budget_bytes, ErrorDetail *reterr);
 /* Where its weights are; weight fields and n_layers only. */
 void model_weights_plan(const Model *model, ModelPlan *ret);
 

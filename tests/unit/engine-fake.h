@@ -10,6 +10,7 @@
  */
 
 #include "cache/kv-file.h"
+#include "cache/kv-migrate.h"
 #include "daemon/engine/engine.h"
 #include "daemon/model/speed.h"
 #include "daemon/text/chat-template.h"
@@ -41,6 +42,7 @@ static struct {
     uint64_t device_tokens;         /* what caches at home there may hold; 0: any number.  Each halving of the batch gives 10 more, */
     uint32_t n_streams;             /* and each eighth of the weights that streams 100, so many times */
     bool can_stream;                /* a model may load with half of its weights on the device */
+    uint32_t n_moves;               /* of stores */
     bool hold;                      /* passes wait */
     bool packed;                    /* crop goes back to checkpoints only */
     uint32_t n_opens, n_files, n_models, n_stores, n_caches, n_passes, n_forked;
@@ -58,6 +60,7 @@ static void fake_reset(void)
     fake.device_tokens = 0;
     fake.n_streams = 0;
     fake.can_stream = false;
+    fake.n_moves = 0;
     fake.n_opens = fake.n_passes = fake.n_forked = 0;
     pthread_mutex_unlock(&fake.lock);
 }
@@ -618,6 +621,28 @@ KvStore *kv_store_free(KvStore *store)
 const KvPolicy *kv_store_policy(const KvStore *store)
 {
     return &store->policy;
+}
+
+int model_place_weights(Model *model, uint64_t budget_bytes, ErrorDetail *reterr)
+{
+    (void)model, (void)budget_bytes, (void)reterr;
+    return 0;
+}
+
+int kv_store_migrate(KvStore *from, KvStore *to, bool lossy, ErrorDetail *reterr)
+{
+    (void)reterr;
+    assert_false(lossy);
+    pthread_mutex_lock(&fake.lock);
+    for (size_t i = 0; i < N_ELEMENTS(fake_caches); i++)
+        if (fake_caches[i] && fake_caches[i]->store == from) {
+            fake_caches[i]->store = to;
+            from->n_caches--;
+            to->n_caches++;
+        }
+    fake.n_moves++;
+    pthread_mutex_unlock(&fake.lock);
+    return 0;
 }
 
 int kv_cache_new(KvStore *store, KvCache **ret, ErrorDetail *reterr)

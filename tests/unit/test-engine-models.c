@@ -196,6 +196,7 @@ static void a_generation_that_outgrows_the_device_goes_on_where_it_was(void **st
     assert_string_equal(seen->usage.ladder, "smaller-batch host-home");
     assert_string_equal(seen->usage.home, "host");
     assert_int_equal(seen->usage.output_tokens, 200);
+    assert_int_equal(FAKE_GET(n_moves), 1);
     talk_stop(talk);
 }
 
