@@ -76,7 +76,7 @@ typedef struct KvForm {
 /* leat: K 5, V 4 bits, all of the recipe but the pair scale, 4 sinks, tail of 32.  quanto, hqq: 4 bits, groups of 64, a tail of 128, no
  * transform and no sinks, as their references; fp8 too, but without a tail beyond the page being filled. */
 KvForm kv_form_default(KvFormKind kind);
-/* The default of leat with other bits. */
+/* The default of leat with other bits; 2 and 2 have a tail of 160. */
 KvForm kv_form_leat(uint8_t k_bits, uint8_t v_bits);
 const char *kv_form_kind_to_string(KvFormKind kind); /* NULL when out of range */
 static inline bool kv_form_is_coded(KvForm form)

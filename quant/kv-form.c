@@ -9,6 +9,9 @@
 #include <string.h>
 
 #define E4M3_LARGEST 448.0f
+/* At 2 bits recent tokens in full precision are worth more than anything else that bits could be spent on: on SmolLM2 a tail of 32 has 1.6 times
+ * the divergence of this one, which costs 0.22 bits a value at 8,192 tokens. */
+#define LOW_TAIL_TOKENS 160
 
 static const char *const kind_names[KV_FORM_X_MAX] = {
     [KV_FORM_F32] = "f32",       [KV_FORM_F16] = "f16", [KV_FORM_LEAT] = "leat",
@@ -58,6 +61,8 @@ KvForm kv_form_leat(uint8_t k_bits, uint8_t v_bits)
 
     form.k_bits = k_bits;
     form.v_bits = v_bits;
+    if (k_bits == 2 && v_bits == 2)
+        form.tail_tokens = LOW_TAIL_TOKENS;
     return form;
 }
 

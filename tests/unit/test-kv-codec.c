@@ -4,6 +4,9 @@
 #include "quant/kv-codec.h"
 
 #include "quant/base/half.h"
+#include "quant/kv-fp8.h"
+#include "quant/kv-hqq.h"
+#include "quant/kv-quanto.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -155,6 +158,131 @@ static void layout_refuses_what_it_does_not_know(void **state)
         assert_int_equal(kv_layout(bad_forms[i], &good, &l, &detail), -EINVAL);
     assert_int_equal(kv_layout(bad_forms[0], &good, &l, &detail), -EINVAL);
     assert_non_null(strstr(detail.text, "7 bits"));
+}
+
+static void forms_are_refused_with_the_culprit(void **state)
+{
+    KvForm good = kv_form_leat(5, 4), hqq = kv_form_default(KV_FORM_HQQ), fp8 = kv_form_default(KV_FORM_FP8);
+    KvForm plain = kv_form_default(KV_FORM_F16), bad;
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+#define REFUSED(from, change, word)                                                                                    \
+    do {                                                                                                               \
+        bad = from;                                                                                                    \
+        change;                                                                                                        \
+        assert_int_equal(kv_form_check(bad, &detail), -EINVAL);                                                        \
+        assert_non_null(strstr(detail.text, word));                                                                    \
+    } while (0)
+    (void)state;
+    REFUSED(good, bad.k_bits = 7, "7 bits for keys");
+    REFUSED(good, bad.v_bits = 1, "1 bits for values");
+    REFUSED(hqq, bad.k_bits = 3, "hqq keeps pages of 8, 4 and 2 bits");
+    REFUSED(fp8, bad.v_bits = 4, "fp8 keeps pages of 8 bits");
+    REFUSED(fp8, bad.group_dims = 64, "one scale a layer");
+    REFUSED(good, bad.group_dims = 24, "groups of 24 dims");
+    REFUSED(good, bad.group_dims = 144, "groups of 144 dims");
+    REFUSED(good, bad.group_dims = 0, "groups of 0 dims");
+    REFUSED(good, bad.sink_tokens = 33, "33 sinks");
+    REFUSED(good, bad.tail_tokens = 48, "tail of 48 tokens");
+    REFUSED(good, bad.tail_tokens = 544, "tail of 544 tokens");
+    REFUSED(hqq, bad.levels = KV_LEVELS_PLAIN, "levels are a part of leat");
+    REFUSED(good, bad.centre = KV_CENTRE_X_MAX, "centring");
+    REFUSED(plain, bad.k_bits = 4, "no meaning for a cache in f16");
+    REFUSED(plain, bad.kind = KV_FORM_X_MAX, "unknown");
+#undef REFUSED
+    for (int kind = 0; kind < KV_FORM_X_MAX; kind++)
+        assert_int_equal(kv_form_check(kv_form_default((KvFormKind)kind), NULL), 0);
+    assert_int_equal(kv_form_check((KvForm){.kind = KV_FORM_LEAT}, NULL), -EINVAL);
+}
+
+static void the_tail_says_what_is_seen_coded(void **state)
+{
+    KvForm form = kv_form_leat(4, 4);
+
+    (void)state;
+    assert_int_equal(kv_ring_tokens(form), 64);
+    assert_int_equal(kv_packed_pages(form, 63), 0);
+    assert_int_equal(kv_packed_pages(form, 64), 1);
+    form.tail_tokens = 0; /* but the page that is being filled */
+    assert_int_equal(kv_packed_pages(form, 31), 0);
+    assert_int_equal(kv_packed_pages(form, 32), 1);
+    form.tail_tokens = 160;
+    assert_int_equal(kv_packed_pages(form, 191), 0);
+    assert_int_equal(kv_packed_pages(form, 192), 1);
+    assert_int_equal(kv_ring_tokens(form), 192);
+}
+
+/* Pages of quanto, hqq and fp8 decode to what the references of these codecs give for each group, before its rounding to f16. */
+static void pages_hold_what_the_references_code(void **state)
+{
+    KvForm forms[] = {kv_form_default(KV_FORM_QUANTO), kv_form_default(KV_FORM_HQQ), kv_form_default(KV_FORM_FP8)};
+    KvCalibration calibration = {.k_largest = 5.0f};
+    enum { DIM = 80 };
+
+    (void)state;
+    for (size_t f = 0; f < N_ELEMENTS(forms); f++) {
+        float k[KV_PAGE_TOKENS * DIM], v[KV_PAGE_TOKENS * DIM], scale, zero;
+        PageCase c = page_case_new(forms[f], DIM, DIM, 1);
+        uint8_t codes[64];
+
+        page_case_fill(&c, SEED);
+        for (uint32_t i = 0; i < KV_PAGE_TOKENS * DIM; i++)
+            c.k[i] = float_from_half(half_from_float(c.k[i]));
+        kv_pack_page(c.form, &c.shape, &calibration, c.rope, c.k, c.v, c.page);
+        kv_unpack_page(c.form, &c.shape, c.page, 0, k, v);
+        for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++)
+            for (uint32_t first = 0; first < DIM; first += 64) {
+                const float *x = c.k + t * DIM + first;
+                uint32_t n = MIN(DIM - first, 64u);
+
+                if (c.form.kind == KV_FORM_QUANTO)
+                    kv_quanto_group(KV_DTYPE_F16, 4, x, n, codes, &scale, &zero);
+                else if (c.form.kind == KV_FORM_HQQ)
+                    kv_hqq_group(4, x, n, codes, &scale, &zero);
+                for (uint32_t i = 0; i < n; i++) {
+                    float decoded = k[t * DIM + first + i], expected;
+
+                    if (c.form.kind == KV_FORM_QUANTO)
+                        expected = kv_quanto_value(KV_DTYPE_F16, codes[i], scale, zero);
+                    else if (c.form.kind == KV_FORM_HQQ)
+                        expected = kv_hqq_value(KV_DTYPE_F16, codes[i], kv_dtype_round(KV_DTYPE_F16, scale), kv_dtype_round(KV_DTYPE_F16, zero));
+                    else
+                        expected = kv_fp8_decode(kv_fp8_encode(x[i] / (5.0f * KV_FP8_HEADROOM / 448.0f)));
+                    assert_true(fabsf(decoded - expected) <= 0x1p-8f); /* half a step of the largest products, twice */
+                }
+            }
+        page_case_clear(&c);
+    }
+}
+
+static void constants_of_a_form_are_neutral_where_it_does_not_use_them(void **state)
+{
+    enum { DIM = 32 };
+    KvShape shape = {2, 1, DIM, DIM, DIM};
+    float k[DIM], turned[DIM], w[DIM], v[DIM], got[4 * DIM + KV_SCALE_FLOATS];
+    KvCalibration calibration = {k, v, turned, w, 7.0f, 0.0f};
+    KvForm form = kv_form_leat(4, 4);
+
+    (void)state;
+    assert_int_equal(kv_constants_floats(&shape), N_ELEMENTS(got));
+    for (int d = 0; d < DIM; d++) {
+        k[d] = 1.0f;
+        turned[d] = 2.0f;
+        w[d] = 4.0f;
+        v[d] = 3.0f;
+    }
+    kv_constants_fill(form, &shape, &calibration, got);
+    assert_true(got[0] == 1.0f && got[DIM] == 1.0f && got[2 * DIM] == 1.0f && got[3 * DIM] == 3.0f);
+    assert_true(got[4 * DIM] == 7.0f * KV_FP8_HEADROOM / 448.0f && got[4 * DIM + 1] == 1.0f);
+    form.centre = KV_CENTRE_AFTER_ROPE;
+    form.pair_scale = true;
+    kv_constants_fill(form, &shape, &calibration, got);
+    assert_true(got[0] == 2.0f && got[DIM] == 0.25f && got[2 * DIM] == 4.0f);
+    form.centre = KV_CENTRE_NONE;
+    kv_constants_fill(form, &shape, &calibration, got);
+    assert_true(got[0] == 0.0f && got[3 * DIM] == 0.0f);
+    kv_constants_fill(form, &shape, NULL, got);
+    assert_true(got[DIM] == 1.0f && got[2 * DIM] == 1.0f && got[4 * DIM] == 1.0f);
 }
 
 static void true_bits_count_scales_sinks_and_tail(void **state)
@@ -365,6 +493,10 @@ int main(void)
         cmocka_unit_test(layout_of_every_form_is_whole_cache_lines_in_order),
         cmocka_unit_test(default_form_of_head_64_takes_2432_bytes),
         cmocka_unit_test(layout_refuses_what_it_does_not_know),
+        cmocka_unit_test(forms_are_refused_with_the_culprit),
+        cmocka_unit_test(the_tail_says_what_is_seen_coded),
+        cmocka_unit_test(pages_hold_what_the_references_code),
+        cmocka_unit_test(constants_of_a_form_are_neutral_where_it_does_not_use_them),
         cmocka_unit_test(true_bits_count_scales_sinks_and_tail),
         cmocka_unit_test(hadamard_is_its_own_inverse_and_keeps_lengths),
         cmocka_unit_test(hadamard_of_80_is_a_block_of_64_and_one_of_16),
