@@ -1,11 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Saving and restoring sessions. */
 
-#include "daemon/engine/files.h"
-#include "cache/kv-file.h"
-#include "daemon/engine/engine-internal.h"
+#include "daemon/engine/files-internal.h"
 #include "daemon/model/digest.h"
-#include "quant/base/log.h"
 
 #include <fcntl.h>
 #include <jansson.h>
@@ -13,34 +10,7 @@
 #include <sys/sendfile.h>
 #include <unistd.h>
 
-typedef enum FileTaskKind {
-    FILE_TASK_SAVE,    /* to a client's file, for a query */
-    FILE_TASK_RESTORE, /* from one, for a query */
-    FILE_TASK_SPILL,   /* to a file of our own */
-    FILE_TASK_FETCH,   /* from that */
-} FileTaskKind;
-
-struct FileTask {
-    Task task; /* first; the engine thread frees it */
-    FileTask *next;
-    uint64_t id;
-    FileTaskKind kind;
-    Query *query;
-    int fd;      /* the query's, else owned */
-    int copy_fd; /* save: the spilled session, whose file is copied; owned, or -1 */
-    char *folder;
-    uint64_t used_usec; /* the session's, when it began */
-    uint64_t session;
-    const StoreSlot *store; /* NULL: a cold session is saved */
-
-    KvSave *save;
-    KvImageFacts expected;
-    KvImage *image;
-    int code; /* of the worker */
-    ErrorDetail detail;
-};
-
-static void file_task_free(FileTask *task)
+void file_task_free(FileTask *task)
 {
     kv_save_end(task->save);
     kv_image_free(task->image);
@@ -53,7 +23,7 @@ static void file_task_free(FileTask *task)
     free(task);
 }
 
-static FileTask *file_task_new(FileTaskKind kind, const Session *session, const StoreSlot *store)
+FileTask *file_task_new(FileTaskKind kind, const Session *session, const StoreSlot *store)
 {
     FileTask *task = calloc(1, sizeof(*task));
 
@@ -61,23 +31,6 @@ static FileTask *file_task_new(FileTaskKind kind, const Session *session, const 
         *task = (FileTask){.kind = kind, .fd = -1, .copy_fd = -1, .session = session->id, .store = store,
                            .used_usec = session->last_used_usec};
     return task;
-}
-
-/* A file without a name. */
-static int open_unnamed(const char *folder, ErrorDetail *reterr)
-{
-    int fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-
-    if (fd < 0 && errno == EOPNOTSUPP) { /* not every file system has them */
-        _cleanup_(freep) char *path = NULL;
-
-        if (asprintf(&path, "%s/leat-XXXXXX", folder) < 0)
-            return error_origin(-ENOMEM);
-        fd = mkostemp(path, O_CLOEXEC);
-        if (fd >= 0)
-            (void)unlink(path);
-    }
-    return fd < 0 ? error_detail_set(reterr, -errno, "'%s': %s", folder, strerror(errno)) : fd;
 }
 
 static int copy_file(int from, int to)
@@ -107,8 +60,7 @@ static void file_task_run(Task *base)
     FileTask *task = (FileTask *)base;
 
     if (task->kind == FILE_TASK_SPILL) {
-        task->fd = open_unnamed(task->folder, &task->detail);
-        task->code = task->fd < 0 ? task->fd : kv_save_write(task->save, task->fd);
+        file_task_spill(task);
         return;
     }
     if (task->kind == FILE_TASK_FETCH) {
@@ -140,7 +92,7 @@ static EngineResult result_from_file(int code)
     }
 }
 
-static void file_task_answer(Engine *engine, FileTask *task, EngineResult result, const ErrorDetail *detail)
+void file_task_answer(Engine *engine, FileTask *task, EngineResult result, const ErrorDetail *detail)
 {
     Session *session = sessions_find(engine, task->session, 0);
 
@@ -157,8 +109,7 @@ static void file_task_answer(Engine *engine, FileTask *task, EngineResult result
     file_task_free(task);
 }
 
-/* Hands @task (with its query) to the worker. */
-static void file_task_post(Engine *engine, FileTask *task)
+void file_task_post(Engine *engine, FileTask *task)
 {
     task->task.run = file_task_run;
     task->id = ++engine->last_file_task;
@@ -365,137 +316,6 @@ static void restored(Engine *engine, FileTask *task)
     file_task_answer(engine, task, task->query->reply->json ? ENGINE_RESULT_DONE : ENGINE_RESULT_OUT_OF_MEMORY, NULL);
 }
 
-/* ---- spilling ----------------------------------------------------------------------------------------------------------------- */
-
-static bool is_idle(const Session *session)
-{
-    return session->cache && !session->job && !session->in_file_task && session->slot->config.spill_dir && session->id;
-}
-
-static void spill(Engine *engine, Session *session)
-{
-    FileTask *task = file_task_new(FILE_TASK_SPILL, session, session->store);
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    uint8_t model[KV_IMAGE_DIGEST];
-
-    if (!task)
-        return;
-    task->folder = strdup(session->slot->config.spill_dir);
-    session_trim(session);
-    if (!task->folder || digest_from_hex(session->slot->facts.digest, model) < 0 ||
-        kv_save_begin(session->cache, model, session->ids.ids, session->ids.n * sizeof(int32_t), &task->save, &detail) != 0) {
-        file_task_free(task);
-        return;
-    }
-    session->in_file_task = true;
-    file_task_post(engine, task);
-}
-
-uint64_t files_spill_idle(Engine *engine, uint64_t now)
-{
-    uint64_t next = UINT64_MAX;
-
-    for (Session *session = engine->sessions; session; session = session->next) {
-        uint64_t due, after = session->slot->config.spill_after_usec;
-
-        if (!is_idle(session))
-            continue;
-        due = after > UINT64_MAX - session->last_used_usec ? UINT64_MAX : session->last_used_usec + after;
-        if (due <= now)
-            spill(engine, session);
-        else
-            next = MIN(next, due);
-    }
-    return next;
-}
-
-/* What was written stands for the cache, unless the session went on meanwhile. */
-static void spilled(FileTask *task, Session *session)
-{
-    session_forget_file(session);
-    if (session->job || !session->cache || session->last_used_usec != task->used_usec)
-        return;
-    session->spill_fd = task->fd;
-    task->fd = -1;
-    task->save = kv_save_end(task->save);
-    session_drop_cache(session);
-}
-
-bool files_fetch(Engine *engine, Session *session)
-{
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    StoreSlot *store;
-    FileTask *task;
-
-    if (session->in_file_task)
-        return session->spill_fd >= 0; /* what is only being written is still there */
-    if (session->cache || session->spill_fd < 0)
-        return false;
-    task = file_task_new(FILE_TASK_FETCH, session, NULL);
-    if (task)
-        task->fd = fcntl(session->spill_fd, F_DUPFD_CLOEXEC, 3);
-    if (!task || task->fd < 0 || slot_store(engine, session->slot, &session->policy, true, &store, &detail) != ENGINE_RESULT_DONE) {
-        if (task)
-            file_task_free(task);
-        session_forget_file(session);
-        return false;
-    }
-    task->store = store;
-    task->expected.layout = kv_store_layout(store->store);
-    (void)digest_from_hex(session->slot->facts.digest, task->expected.model);
-    session->in_file_task = true;
-    file_task_post(engine, task);
-    return true;
-}
-
-/* The cache back in its place, as far as it agrees with what the session's ids are now. */
-static void fetched(Engine *engine, FileTask *task, Session *session)
-{
-    StoreSlot *store = slot_find_store(session->slot, &session->policy);
-    KvCache *cache = NULL;
-    size_t bytes, keep = 0;
-    const int32_t *ids = kv_image_extra(task->image, &bytes);
-    uint32_t left;
-    int r;
-
-    if (session->cache || store != task->store)
-        return;
-    do
-        r = kv_restore(store->store, task->image, &cache, NULL);
-    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, NULL));
-    if (r)
-        return;
-    while (keep < bytes / sizeof(int32_t) && keep < session->ids.n && ids[keep] == session->ids.ids[keep])
-        keep++;
-    keep = MIN(keep, (size_t)kv_cache_length(cache));
-    (void)kv_cache_checkpoint(cache);
-    if (keep < kv_cache_length(cache) && kv_cache_crop(cache, (uint32_t)keep, &left, NULL) != 0) {
-        kv_cache_free(cache);
-        return;
-    }
-    session->cache = cache;
-    session->store = store;
-}
-
-static void file_done(Engine *engine, FileTask *task)
-{
-    Session *session = sessions_find(engine, task->session, 0);
-
-    if (task->code && !engine->spill_failed)
-        log_warning("Sessions stay in memory: %s", task->detail.text[0] ? task->detail.text : strerror(EIO));
-    engine->spill_failed = task->code != 0; /* the same reason once, not at every try */
-    if (session && !task->code && task->kind == FILE_TASK_SPILL)
-        spilled(task, session);
-    else if (session && task->kind == FILE_TASK_SPILL)
-        session->last_used_usec = now_usec(); /* not again at once */
-    if (session && task->kind == FILE_TASK_FETCH) {
-        if (!task->code)
-            fetched(engine, task, session);
-        session_forget_file(session);
-    }
-    file_task_answer(engine, task, ENGINE_RESULT_DONE, NULL);
-}
-
 /* ---- the end ----------------------------------------------------------------------------------------------------------------- */
 
 void files_done(Engine *engine, uint64_t id)
@@ -507,7 +327,7 @@ void files_done(Engine *engine, uint64_t id)
     if (!task)
         return; /* its store went first */
     if (!task->query)
-        file_done(engine, task);
+        file_task_spill_done(engine, task);
     else if (task->code)
         file_task_answer(engine, task, result_from_file(task->code), &task->detail);
     else if (task->kind == FILE_TASK_RESTORE)
