@@ -63,10 +63,11 @@ static bool pass_fits(const Attend *attend, const AttendPass *pass)
     return pass->n_rows > 0 && pass->n_rows <= attend->options.max_rows && pass->n_groups > 0 && pass->n_groups <= pass->n_rows;
 }
 
-int attend_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *qkv)
+/* Rows of @from have heads [first, first + n) of q, k and v. */
+static int launch_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *layer, uint32_t first, uint32_t n,
+                          uint64_t row_values, const GpuBuffer *from)
 {
-    const KvShape *shape = &attend->options.shape;
-    uint64_t n_units = (uint64_t)pass->n_rows * (shape->n_heads + 2 * shape->n_kv_heads), n_groups;
+    uint64_t n_units = (uint64_t)pass->n_rows * n, n_groups;
     Arguments a = {.kernel = attend->prepare};
     GpuRange range;
 
@@ -74,7 +75,10 @@ int attend_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *la
         return error_origin(-EINVAL);
     attend->pending.spans = NULL;
     pass_int(&a, pass->n_rows);
-    pass_buffer(&a, qkv);
+    pass_int(&a, first);
+    pass_int(&a, n);
+    pass_int(&a, (uint32_t)row_values);
+    pass_buffer(&a, from);
     pass_part(&a, pass->rope, pass->rope_offset);
     pass_part(&a, layer->calibration, layer->calibration_offset);
     pass_buffer(&a, attend->operands);
@@ -85,6 +89,24 @@ int attend_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *la
     n_groups = (n_units + ATTEND_LANES - 1) / ATTEND_LANES; /* a work-item a unit, not a group */
     range = range_for(attend, attend->kernels == ATTEND_KERNELS_LANES ? n_groups : n_units, 32, 16);
     return gpu_launch(attend->prepare, range, GPU_WAIT_NONE, NULL);
+}
+
+int attend_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *qkv)
+{
+    const KvShape *shape = &attend->options.shape;
+
+    if (attend->options.visibility.mask == ATTEND_MASK_CROSS)
+        return launch_prepare(attend, pass, layer, 0, shape->n_heads, kv_row_values(shape) - kv_token_values(shape), qkv);
+    return launch_prepare(attend, pass, layer, 0, shape->n_heads + 2 * shape->n_kv_heads, kv_row_values(shape), qkv);
+}
+
+int attend_keep(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *kv)
+{
+    const KvShape *shape = &attend->options.shape;
+
+    if (attend->options.visibility.mask != ATTEND_MASK_CROSS)
+        return error_origin(-EINVAL);
+    return launch_prepare(attend, pass, layer, shape->n_heads, 2 * shape->n_kv_heads, kv_token_values(shape), kv);
 }
 
 int attend_pack(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *packs, uint64_t packs_offset,
@@ -160,6 +182,8 @@ static int launch_tile(Attend *attend, const AttendPass *pass, const AttendTile 
     pass_int(&a, ref_rows);
     pass_int(&a, skip);
     pass_int(&a, most);
+    pass_int(&a, attend->options.visibility.mask);
+    pass_int(&a, attend->options.visibility.window);
     pass_part(&a, pass->groups, pass->groups_offset);
     pass_part(&a, tile->refs, tile->refs_offset);
     pass_part(&a, tile->spans, tile->spans_offset);
@@ -208,10 +232,12 @@ int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *lay
 {
     Arguments a = {.kernel = attend->finish};
 
-    if (!pass_fits(attend, pass))
+    if (!pass_fits(attend, pass) || (attend->options.sink_logits && !layer->sink_logits))
         return error_origin(-EINVAL);
     pass_int(&a, pass->n_rows);
     pass_int(&a, pass->n_groups);
+    pass_int(&a, attend->options.visibility.mask);
+    pass_int(&a, attend->options.visibility.window);
     pass_part(&a, pass->groups, pass->groups_offset);
     pass_int(&a, attend->pending.spans != NULL);
     pass_int(&a, attend->pending.ref_rows);
@@ -222,6 +248,7 @@ int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *lay
     pass_part(&a, layer->calibration, layer->calibration_offset);
     pass_buffer(&a, attend->kept);
     pass_tail(&a, layer);
+    pass_part(&a, layer->sink_logits, layer->sink_logits_offset);
     pass_buffer(&a, out);
     if (a.r)
         return error_trace(a.r);
@@ -236,10 +263,11 @@ int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *lay
 
     if (!pass_fits(attend, pass))
         return error_origin(-EINVAL);
-    if (pass->n_groups == 1 || pass->n_sequences == pass->n_groups)
+    if (attend->options.visibility.mask != ATTEND_MASK_CROSS && (pass->n_groups == 1 || pass->n_sequences == pass->n_groups))
         return 0; /* attend_finish() has done it */
     pass_int(&a, pass->n_rows);
     pass_int(&a, pass->n_groups);
+    pass_int(&a, attend->options.visibility.mask);
     pass_part(&a, pass->groups, pass->groups_offset);
     pass_buffer(&a, attend->kept);
     pass_tail(&a, layer);

@@ -18,6 +18,29 @@ static AttendKernels best_kernels(const GpuInfo *info, const AttendOptions *opti
     return info->simd >= GPU_SIMD_AVX512VNNI ? ATTEND_KERNELS_VNNI : ATTEND_KERNELS_BW;
 }
 
+static int check_visibility(const AttendOptions *options, ErrorDetail *reterr)
+{
+    AttendVisibility visibility = options->visibility;
+
+    switch (visibility.mask) {
+    case ATTEND_MASK_CAUSAL:
+        if (visibility.window != 0)
+            return error_detail_set(reterr, -EINVAL, "causal attention with a window of %u tokens", visibility.window);
+        return 0;
+    case ATTEND_MASK_SLIDING:
+    case ATTEND_MASK_CHUNKED:
+        if (visibility.window == 0 || visibility.window > ATTEND_WINDOW_MAX)
+            return error_detail_set(reterr, -EINVAL, "a window of %u tokens, must be 1 to %u", visibility.window, ATTEND_WINDOW_MAX);
+        return 0;
+    case ATTEND_MASK_CROSS:
+        if (visibility.window != 0 || options->shape.rotary_dim != 0)
+            return error_detail_set(reterr, -EINVAL, "cross attention with a window of %u tokens or %u rotary dimensions",
+                                    visibility.window, options->shape.rotary_dim);
+        return 0;
+    }
+    return error_detail_set(reterr, -EINVAL, "attention mask %d is unknown", (int)visibility.mask);
+}
+
 static int check_options(const AttendOptions *options, ErrorDetail *reterr)
 {
     if (options->tail_bits != 16 && options->tail_bits != 32)
@@ -28,11 +51,11 @@ static int check_options(const AttendOptions *options, ErrorDetail *reterr)
     if (options->max_rows == 0 || options->max_refs == 0 || options->max_pages == 0)
         return error_detail_set(reterr, -EINVAL, "attention for %u rows, %u refs, %u pages", options->max_rows, options->max_refs,
                                 options->max_pages);
-    if (options->visibility.mask != ATTEND_MASK_CAUSAL || options->softcap != 0 || options->sink_logits)
-        return error_detail_set(reterr, -EINVAL, "attention with a window, a cap of the scores or sink logits has no kernel");
+    if (!isfinite(options->softcap) || options->softcap < 0)
+        return error_detail_set(reterr, -EINVAL, "scores cannot be capped at %g", options->softcap);
     if (options->shape.rotary_dim > 0 && !options->inv_freq)
         return error_detail_set(reterr, -EINVAL, "rotary_dim %u without frequencies", options->shape.rotary_dim);
-    return 0;
+    return check_visibility(options, reterr);
 }
 
 int attend_choose(const GpuInfo *info, const AttendOptions *options, AttendKernels *ret, KvLayout *ret_layout, ErrorDetail *reterr)

@@ -15,6 +15,13 @@
  * (scores are in units of log2 e).  So tiles of whole blocks of any size give the same bits, and so does any number of rows in
  * the pass.  Both launch shapes below obey it.
  *
+ * Keys out of a row's sight inside a block that its group sees add zeros: the bits are those of a block without them.
+ *
+ * Cross attention reads n keys that do not change, of an encoder's output, say; they have no RoPE.  They are written in passes of their own,
+ * in order: attend_keep(), attend_pack() of the pages that are complete, attend_commit().  Then passes of queries alone: attend_prepare(),
+ * attend_tile()s, attend_finish().  Their groups are up to KV_PAGE_TOKENS rows of one sequence with pos0 n - 1, n_packed
+ * n / KV_PAGE_TOKENS, new_start n: all pages that are complete are seen packed, the rest in the ring.
+ *
  * Buffers, in elements of the stated type:
  *   qkv    f32 (n_rows, kv_row_values()): q heads, then k heads of k_head_dim, then v heads of v_head_dim, before RoPE
  *   new    one layer's new keys and values after RoPE, f16 or f32 (tail_bits): K (n_rows, n_kv_heads, k_head_dim), then V
@@ -82,6 +89,7 @@ typedef enum AttendMask {
     ATTEND_MASK_CAUSAL,  /* k <= a */
     ATTEND_MASK_SLIDING, /* a - window < k <= a */
     ATTEND_MASK_CHUNKED, /* k <= a in the same chunk: (k - shift) / window == (a - shift) / window, rounded down */
+    ATTEND_MASK_CROSS,   /* all keys, written before by attend_keep(): below */
 } AttendMask;
 
 typedef struct AttendVisibility {
@@ -102,6 +110,7 @@ static inline uint32_t attend_first_visible(AttendVisibility visibility, uint32_
         return position >= into ? position - into : 0;
     }
     case ATTEND_MASK_CAUSAL:
+    case ATTEND_MASK_CROSS:
         break;
     }
     return 0;
@@ -153,8 +162,10 @@ typedef struct AttendLayer {
     uint64_t sink_logits_offset;   /* bytes */
 } AttendLayer;
 
-/* RoPE on q and k, query operands, `new` keys and values; resets the state of the rows. */
+/* RoPE on q and k, query operands, `new` keys and values; resets the state of the rows.  Cross: @qkv has the queries alone. */
 int attend_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *qkv);
+/* Cross: `new` keys and values, from f32 (n_rows, kv_token_values()): k heads, then v heads. */
+int attend_keep(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *kv);
 /* Packs n_packs pages into @fresh (n_packs pages), after prepare. */
 int attend_pack(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *packs,
                 uint64_t packs_offset, uint32_t n_packs, GpuBuffer *fresh, GpuEvent **ret_event);
@@ -177,7 +188,8 @@ int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer
 /* Tail and sinks, normalisation, inverse rotation: writes @out. */
 int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *layer, GpuBuffer *out);
 /* Copies the pass's new keys and values into the tail ring (the last kv_ring_tokens() positions of each sequence) and the sinks;
- * after attend_finish() of this layer, which has already done it for sequences of one group: it may launch nothing. */
+ * after attend_finish() of this layer, which has already done it for sequences of one group: it may launch nothing.  Cross: after
+ * attend_keep() and attend_pack(). */
 int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *layer);
 /* Fills tail ring positions from an unpacked form's pages (f16, f32): after a crop, or into another slot.  One AttendPack a page to
  * read, with `to` = page index in @pages; page 0 fills the sinks too.  Two pages of one call must not share ring places. */

@@ -11,26 +11,27 @@
 typedef struct {
     const __global float *operand[COLS];
     __global float *out[COLS]; /* STATE_FLOATS each */
+    int low[COLS], highest_low; /* keys at lower positions are not seen packed: sinks, or out of sight */
     int n_valid;
     bool fold;                 /* merge into what is at `out`, else store */
 } Columns;
+
+/* Scores of the W tokens from position @from on, without those below @low. */
+static inline vfloat hide_below(vfloat score, int from, int low)
+{
+#if W == 16
+    const int16 position = from + (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+
+    return position < low ? (float16)(NEVER) : score;
+#else
+    return from < low ? NEVER : score;
+#endif
+}
 
 static inline const __global uchar *block_record(const __global uchar *pages, const __global uchar *fresh, uint page, int kv_head)
 {
     return (page & REF_FRESH ? fresh + (size_t)(page & ~REF_FRESH) * PAGE_BYTES : pages + (size_t)page * PAGE_BYTES) +
            kv_head * RECORD_BYTES;
-}
-
-/* Scores of the page's first tokens, which are sinks, must not be seen: vector @v of page 0. */
-static inline vfloat hide_sinks(vfloat score, int v)
-{
-#if W == 16
-    const int16 token = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + v * 16;
-
-    return token < SINK_TOKENS ? (float16)(NEVER) : score;
-#else
-    return v < SINK_TOKENS ? NEVER : score;
-#endif
 }
 
 #if CODED

@@ -9,11 +9,12 @@
  *
  * Every product that feeds a sum is an explicit fma and contraction is off: the bits do not depend on what a compiler inlines where.
  *
- * -D options: K_DIM and V_DIM (head sizes), N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat, 3 quanto, 4 hqq, 5 fp8), K_BITS, V_BITS,
- * GROUP_DIMS (huge without groups), K_GROUPS, V_GROUPS, CENTRE (0 none, 1 before RoPE, 2 after), PAIR_SCALE, ROTATE, PLAIN_LEVELS (0 or 1),
- * SINK_TOKENS, TAIL_TOKENS (of the ring), TAIL_BITS, record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES, K_HIGH, V_OFFSET, V_HIGH,
- * K_SCALE, V_SCALE), SCORE_SCALE (of scores, times log2 e), LANES, W, COLS (query heads that share a read of the keys), N_FAST (pairs
- * that turn too fast for interpolation), INTEGER (0 or 1), VNNI (0 or 1).
+ * -D options: K_DIM and V_DIM (head sizes), N_HEADS, N_KV, ROT_HALF (rotary pairs), FORM (0 f32, 1 f16, 2 leat, 3 quanto, 4 hqq, 5 fp8),
+ * K_BITS, V_BITS, GROUP_DIMS (huge without groups), K_GROUPS, V_GROUPS, CENTRE (0 none, 1 before RoPE, 2 after), PAIR_SCALE, ROTATE,
+ * PLAIN_LEVELS (0 or 1), SINK_TOKENS, TAIL_TOKENS (of the ring), TAIL_BITS, record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES,
+ * K_HIGH, V_OFFSET, V_HIGH, K_SCALE, V_SCALE), SCORE_SCALE (of scores, times log2 e), LANES, W, COLS (query heads that share a read of the
+ * keys), N_FAST (pairs that turn too fast for interpolation), INTEGER (0 or 1), VNNI (0 or 1), CAPPED (0 or 1) and SOFTCAP (times log2 e),
+ * SINK_LOGITS (0 or 1).
  */
 
 #pragma OPENCL FP_CONTRACT OFF
@@ -51,6 +52,9 @@
 #define N_FAST       12
 #define INTEGER      0
 #define VNNI         0
+#define CAPPED       0
+#define SOFTCAP      1.0f
+#define SINK_LOGITS  0
 #endif
 
 #define PAGE_TOKENS  32
@@ -64,6 +68,8 @@
 #define N_REP        (N_HEADS / N_KV)
 #define N_SIDES      (V_GROUPS > 1 ? V_GROUPS : 1) /* copies of the weights, one per group of V scales */
 #define NEVER        (-1e30f)                     /* the score of a token that must not be seen */
+#define LOWEST       (-1e29f)                     /* reference of the weights where none is seen: all are zero */
+#define LOG2E        1.44269504f
 
 /* A code's bits: base fields of 8, 4 or 2, PER of them in a byte, and what is left in the high planes. */
 #define BASE_BITS(bits) ((bits) == 8 ? 8 : (bits) >= 4 ? 4 : 2)
@@ -88,8 +94,13 @@
 #define CONST_FP8      (3 * N_KV * K_DIM + N_KV * V_DIM)
 #define FP8_UNIT       256.0f /* decoded numbers come divided by this: a half's exponent less e4m3's */
 
-typedef struct { int row0, n_rows, pos0, n_packed, tail_slot, new_start, new_row0, reserved; } Group;
-typedef struct { int group, block, n_pages, reserved; uint pages[BLOCK_PAGES]; } Ref;
+/* AttendMask of attend.h; with its window an argument, so that layers of every kind share a program. */
+#define SLIDING      1
+#define CHUNKED      2
+#define CROSS        3
+
+typedef struct { int row0, n_rows, pos0, n_packed, tail_slot, new_start, new_row0, chunk_shift; } Group;
+typedef struct { int group, block, n_pages, first_page; uint pages[BLOCK_PAGES]; } Ref;
 typedef struct { int first_ref, n_refs; } Span;
 typedef struct { int tail_slot, page, new_start, new_row0; uint to; int sinks_only, reserved[2]; } Pack;
 
@@ -182,6 +193,27 @@ static inline vfloat exp2_vector(vfloat x)
 {
     EXP2_BODY(vfloat, AS_VFLOAT, AS_VINT)
 }
+
+#if CAPPED
+/* SOFTCAP tanh(x / SOFTCAP), by tanh y = 1 - 2 / (1 + e^2y); to 1e-7 of SOFTCAP. */
+#define CAP_BODY(F, EXP2)                                                                                                 \
+    F twice = x * (2.0f * LOG2E / SOFTCAP);                                                                               \
+    twice = twice < 126.0f ? twice : (F)(126.0f);                                                                         \
+    return (F)(SOFTCAP) - (F)(2.0f * SOFTCAP) / (1.0f + EXP2(twice));
+
+static inline float cap_one(float x)
+{
+    CAP_BODY(float, exp2_one)
+}
+
+static inline vfloat cap_vector(vfloat x)
+{
+    CAP_BODY(vfloat, exp2_vector)
+}
+#else
+#define cap_one(x)    (x)
+#define cap_vector(x) (x)
+#endif
 
 /* ---- halves ------------------------------------------------------------------------------------------------------------- */
 
@@ -392,6 +424,21 @@ static inline vfloat fold_vector(Fold fold, vfloat old, vfloat x)
 static inline float fold_one(Fold fold, float old, float x)
 {
     return fma(x, fold.new_factor, old * fold.old_factor);
+}
+
+/* The position of a row, and the lowest that it sees (attend_first_visible() of attend.h). */
+static inline int row_position(const __global Group *group, int row_of_group, int mask)
+{
+    return mask == CROSS ? group->pos0 : group->pos0 + row_of_group;
+}
+
+static inline int first_visible(const __global Group *group, int position, int mask, int window)
+{
+    if (mask == SLIDING)
+        return max(position - (window - 1), 0);
+    if (mask == CHUNKED)
+        return max(position - (position + (window - group->chunk_shift)) % window, 0);
+    return 0;
 }
 
 /* Work-item range [first, last) of @n units. */

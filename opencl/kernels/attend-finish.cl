@@ -9,7 +9,7 @@
 #define FINISH_SHARED_FLOATS (COLS * TAIL_PADDED + V_DIM)
 
 typedef struct {
-    int n_sinks, first, n; /* sinks, then positions from `first` on */
+    int first_sink, n_sinks, first, n; /* sinks, then positions from `first` on */
     int new_start, new_row0, n_rows, kv_head;
     const __global uchar *kept, *tail;
 } Tail;
@@ -19,7 +19,7 @@ typedef struct { const __global uchar *base; size_t k, v; } TailToken;
 static inline TailToken tail_token(const Tail *t, int i)
 {
     const bool is_sink = i < t->n_sinks;
-    const int position = is_sink ? i : t->first + i - t->n_sinks;
+    const int position = is_sink ? t->first_sink + i : t->first + i - t->n_sinks;
 
     if (position >= t->new_start) {
         const int row = t->new_row0 + position - t->new_start;
@@ -47,7 +47,7 @@ static inline void tail_scores(const Tail *t, const Columns *columns, SHARED flo
                 sum[c] = fma(k, VLOAD(columns->operand[c] + d), sum[c]);
         }
         UNROLL for (int c = 0; c < COLS; c++)
-            scores[c * TAIL_PADDED + i] = vector_sum(sum[c]);
+            scores[c * TAIL_PADDED + i] = cap_one(vector_sum(sum[c]));
     }
     for (int i = t->n + LANE; i < TAIL_PADDED; i += LANES)
         UNROLL for (int c = 0; c < COLS; c++)
@@ -161,11 +161,11 @@ static inline void turn_back(vfloat acc[PER_LANE(V_DIM / W)], float l, const __g
 #endif
 
 /* A unit is a (row, KV head). */
-__kernel void attend_finish(int n_rows, int n_groups, const __global uchar *group_buffer, ulong groups_offset, int pending,
-                            int ref_rows, const __global uchar *span_buffer, ulong spans_offset, const __global float *partials,
+__kernel void attend_finish(int n_rows, int n_groups, int mask, int window, const __global uchar *group_buffer, ulong groups_offset,
+                            int pending, int ref_rows, const __global uchar *span_buffer, ulong spans_offset, const __global float *partials,
                             __global float *states, const __global float *operands, const __global uchar *calibration,
                             ulong calibration_offset, const __global uchar *kept, __global uchar *tails, ulong tail_offset,
-                            ulong tail_stride, __global float *out)
+                            ulong tail_stride, const __global uchar *logit_buffer, ulong logits_offset, __global float *out)
 {
     SHARED float shared[FINISH_SHARED_FLOATS] __attribute__((aligned(64)));
     const __global Group *groups = AT(Group, group_buffer, groups_offset);
@@ -174,11 +174,12 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
     for (int unit = unit_begin(n); unit < unit_end(n); unit++) {
         const int row = unit / N_KV, kv_head = unit % N_KV, g = group_of_row(groups, n_groups, row);
         const __global Group *group = groups + g;
-        const int position = group->pos0 + row - group->row0;
+        const int position = row_position(group, row - group->row0, mask), low = first_visible(group, position, mask, window);
         __global uchar *tail = tails + tail_offset + group->tail_slot * tail_stride;
-        Tail t = {group->n_packed > 0 ? SINK_TOKENS : 0, group->n_packed * PAGE_TOKENS, 0, group->new_start, group->new_row0,
-                  n_rows, kv_head, kept, tail};
+        Tail t = {min(low, SINK_TOKENS), 0, max(group->n_packed * PAGE_TOKENS, low), 0, group->new_start, group->new_row0, n_rows,
+                  kv_head, kept, tail};
 
+        t.n_sinks = group->n_packed > 0 ? SINK_TOKENS - t.first_sink : 0;
         t.n = t.n_sinks + position - t.first + 1;
         for (int first = 0; first < N_REP; first += COLS) {
             Columns columns;
@@ -206,7 +207,13 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
                 turn_back(acc, l, AT(float, calibration, calibration_offset), kv_head, shared + COLS * TAIL_PADDED);
 #endif
                 const Fold fold = fold_begin(m, tail_m[c]);
-                const float inverse = 1.0f / fold_one(fold, l, tail_l[c]);
+                const float sum = fold_one(fold, l, tail_l[c]);
+#if SINK_LOGITS
+                const Fold sink = fold_begin(fold.m, AT(float, logit_buffer, logits_offset)[head] * LOG2E);
+                const float inverse = sink.old_factor / fold_one(sink, sum, 1.0f);
+#else
+                const float inverse = 1.0f / sum;
+#endif
 
                 FOR_LANES(i, V_DIM / W) {
                     VSTORE(fold_vector(fold, acc[k], tail_acc[c][k]) * inverse, to + i * W);
@@ -215,7 +222,7 @@ __kernel void attend_finish(int n_rows, int n_groups, const __global uchar *grou
             }
             SHARED_SYNC();
         }
-        if (group_is_alone(groups, n_groups, g))
+        if (mask != CROSS && group_is_alone(groups, n_groups, g))
             commit_row(kept, n_rows, row, position, kv_head, true, tail);
     }
 }

@@ -183,20 +183,19 @@ static inline void prepare_value(const __global float *x, __global uchar *kept, 
         tail_store(VLOAD(x + d), kept, index + d);
 }
 
-#define ROW_FLOATS ((N_HEADS + N_KV) * K_DIM + N_KV * V_DIM)
-
-/* One work-item a range of (row, head): query heads, key heads, value heads.  Any global size. */
-__kernel void attend_prepare(int n_rows, const __global float *qkv, const __global uchar *rope_buffer, ulong rope_offset,
+/* One work-item a range of (row, head): query heads, key heads, value heads, of which the rows of @qkv have @n_heads from @first_head on.
+ * Any global size. */
+__kernel void attend_prepare(int n_rows, int first_head, int n_heads, int row_floats, const __global float *qkv,
+                             const __global uchar *rope_buffer, ulong rope_offset,
                              const __global uchar *calibration, ulong calibration_offset, __global float *operands,
                              __global float *state, __global uchar *kept)
 {
-    const int heads = N_HEADS + 2 * N_KV;
-    const long n = (long)n_rows * heads;
+    const long n = (long)n_rows * n_heads;
     const int first = (int)(n * get_global_id(0) / get_global_size(0)), last = (int)(n * (get_global_id(0) + 1) / get_global_size(0));
 
     for (int unit = first; unit < last; unit++) {
-        const int row = unit / heads, head = unit % heads;
-        const __global float *x = qkv + (size_t)row * ROW_FLOATS + min(head, N_HEADS + N_KV) * K_DIM;
+        const int row = unit / n_heads, head = first_head + unit % n_heads;
+        const __global float *x = qkv + (size_t)row * row_floats + (min(head, N_HEADS + N_KV) - first_head) * K_DIM;
         const __global float *rope = AT(float, rope_buffer, rope_offset) + (size_t)row * 2 * ROT_HALF;
 
         if (head < N_HEADS) {
@@ -237,8 +236,9 @@ static inline void commit_row(const __global uchar *kept, int n_rows, int row, i
         tail_put(kept, k_from, v_from, tail, TAIL_TOKENS + position, kv_head);
 }
 
-/* Sequences with several groups in the pass; those of one group were committed by attend_finish.  A unit is a (row, KV head). */
-__kernel void attend_commit(int n_rows, int n_groups, const __global uchar *group_buffer, ulong groups_offset,
+/* Sequences with several groups in the pass; those of one group were committed by attend_finish, but for cross attention, which writes and
+ * reads in passes of their own.  A unit is a (row, KV head). */
+__kernel void attend_commit(int n_rows, int n_groups, int mask, const __global uchar *group_buffer, ulong groups_offset,
                             const __global uchar *kept, __global uchar *tails, ulong tail_offset, ulong tail_stride)
 {
     const __global Group *groups = AT(Group, group_buffer, groups_offset);
@@ -248,7 +248,7 @@ __kernel void attend_commit(int n_rows, int n_groups, const __global uchar *grou
         const int row = unit / N_KV, g = group_of_row(groups, n_groups, row), position = groups[g].pos0 + row - groups[g].row0;
         int end = g;
 
-        if (group_is_alone(groups, n_groups, g))
+        if (mask != CROSS && group_is_alone(groups, n_groups, g))
             continue;
         while (end + 1 < n_groups && same_sequence(groups + g, groups + end + 1))
             end++;

@@ -155,7 +155,7 @@ static inline bool block_begin(const __global Ref *ref, const __global uchar *pa
 {
     if (n_columns <= 2 * COLS)
         return false;
-    for (int p = 0; p < ref->n_pages; p++) {
+    for (int p = ref->first_page; p < ref->n_pages; p++) {
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
         if (K_BITS != 8)
@@ -336,7 +336,7 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
     mean_turn(columns, page_angles + (size_t)ref->block * BLOCK_PAGES * 2 * ROT_PAD, MEAN_HALF, turned);
     mean_nodes(turned, places, nodes);
 #endif
-    for (int p = 0; p < ref->n_pages; p++) {
+    for (int p = ref->first_page; p < ref->n_pages; p++) {
         const int page = ref->block * BLOCK_PAGES + p;
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
         const __global uchar *ahead = p + 1 < ref->n_pages ? block_record(pages, fresh, ref->pages[p + 1], kv_head) : next;
@@ -357,15 +357,18 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
             float16 exponent = value_exponent(record, upper);
 
             UNROLL for (int c = 0; c < COLS; c++) {
-                if (page == 0)
-                    score[c][upper] = hide_sinks(score[c][upper], upper);
+                score[c][upper] = cap_vector(score[c][upper]);
+                if (page * PAGE_TOKENS < columns->highest_low)
+                    score[c][upper] = hide_below(score[c][upper], page * PAGE_TOKENS + upper * 16, columns->low[c]);
                 largest[c] = largest_of(largest[c], score[c][upper] + exponent);
                 *(float16 *)(scores + c * BLOCK_TOKENS + p * PAGE_TOKENS + upper * 16) = score[c][upper];
             }
         }
     }
-    UNROLL for (int c = 0; c < COLS; c++)
+    UNROLL for (int c = 0; c < COLS; c++) {
         ret_m[c] = vector_max(largest[c]);
+        ret_m[c] = ret_m[c] > LOWEST ? ret_m[c] : LOWEST;
+    }
 }
 
 /* ---- weights and values ------------------------------------------------------------------------------------------------------------ */
@@ -399,7 +402,7 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
             offset[side][c] = 0.0f;
         }
     }
-    for (int at = 0; at < ref->n_pages * PAGE_TOKENS; at += 16) {
+    for (int at = ref->first_page * PAGE_TOKENS; at < ref->n_pages * PAGE_TOKENS; at += 16) {
         const __global uchar *record = block_record(pages, fresh, ref->pages[at / PAGE_TOKENS], kv_head);
         float16 weight[COLS];
 
@@ -461,7 +464,7 @@ static inline void block_values(const __global Ref *ref, const __global uchar *p
     UNROLL for (int i = 0; i < V_STRIPE; i++)
         UNROLL for (int c = 0; c < COLS; c++)
             sums[i][c][0] = sums[i][c][1] = 0;
-    for (int p = 0; p < ref->n_pages; p++) {
+    for (int p = ref->first_page; p < ref->n_pages; p++) {
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
         if (V_BITS != 8 && bytes) {

@@ -92,7 +92,7 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
 {
     UNROLL for (int c = 0; c < COLS; c++)
         largest[c] = NEVER;
-    for (int p = 0; p < ref->n_pages; p++) {
+    for (int p = ref->first_page; p < ref->n_pages; p++) {
         const int page = ref->block * BLOCK_PAGES + p;
         const __global uchar *record = block_record(pages, fresh, ref->pages[p], kv_head);
 
@@ -121,8 +121,9 @@ static inline void block_scores(const __global Ref *ref, const __global uchar *p
         block_dot(record, columns, score);
         UNROLL for (int k = 0; k < MY_VECTORS; k++)
             UNROLL for (int c = 0; c < COLS; c++) {
-                if (page == 0)
-                    score[k][c] = hide_sinks(score[k][c], MY_VECTOR(k));
+                score[k][c] = cap_vector(score[k][c]);
+                if (page * PAGE_TOKENS < columns->highest_low)
+                    score[k][c] = hide_below(score[k][c], page * PAGE_TOKENS + MY_VECTOR(k) * W, columns->low[c]);
                 largest[c] = score[k][c] > largest[c] ? score[k][c] : largest[c];
                 VSTORE(score[k][c], scores + c * BLOCK_TOKENS + p * PAGE_TOKENS + MY_VECTOR(k) * W);
             }
@@ -166,7 +167,7 @@ static inline float block_weights(const __global Ref *ref, const __global uchar 
 
     for (int side = 0; side < N_SIDES; side++)
         offset[side] = 0.0f;
-    for (int p = 0; p < ref->n_pages; p++)
+    for (int p = ref->first_page; p < ref->n_pages; p++)
         FOR_LANES(v, PAGE_TOKENS / W) {
             const int at = c * BLOCK_TOKENS + p * PAGE_TOKENS + v * W;
             vfloat weight = exp2_vector(VLOAD(weights + at) - m);
@@ -285,6 +286,7 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
     block_scores(ref, pages, fresh, kv_head, columns, page_angles, places, weights, turned, largest);
     UNROLL for (int c = 0; c < COLS; c++) {
         m[c] = all_lanes_max(largest[c], slots);
+        m[c] = m[c] > LOWEST ? m[c] : LOWEST;
         l[c] = block_weights(ref, pages, fresh, kv_head, c, m[c], weights, slots, offset[c]);
     }
     for (int i = LANE * V_STRIPE; i < V_DIM / W; i += LANES * V_STRIPE) {
@@ -293,7 +295,7 @@ static inline void attend_block(const __global Ref *ref, const __global uchar *p
         UNROLL for (int k = 0; k < V_STRIPE; k++)
             UNROLL for (int c = 0; c < COLS; c++)
                 sum[k][c] = offset[c][N_SIDES > 1 ? i * W / GROUP_DIMS : 0];
-        for (int p = 0; p < ref->n_pages; p++)
+        for (int p = ref->first_page; p < ref->n_pages; p++)
             block_values(block_record(pages, fresh, ref->pages[p], kv_head), i, weights + p * PAGE_TOKENS, sum);
         UNROLL for (int k = 0; k < V_STRIPE; k++)
             UNROLL for (int c = 0; c < COLS; c++)

@@ -10,8 +10,8 @@
  */
 
 /* @more: another ref follows in the array.  Columns of one ref: rows of the group times query heads of the KV head, COLS at a time. */
-static inline void walk_ref(const __global Ref *ref, bool more, const __global Group *group, int kv_head, int share, int n_shares, bool fold,
-                            __global float *out,
+static inline void walk_ref(const __global Ref *ref, bool more, const __global Group *group, int mask, int window, int kv_head, int share,
+                            int n_shares, bool fold, __global float *out,
                             const __global float *operands, const __global uchar *pages, const __global uchar *fresh,
                             const __global float *page_angles, const __global float *places, SHARED float *shared,
                             __global uchar *scratch)
@@ -19,16 +19,20 @@ static inline void walk_ref(const __global Ref *ref, bool more, const __global G
     const int n = group->n_rows * N_REP;
     const int next_head = kv_head + 1 < N_KV ? kv_head + 1 : 0;
     const __global Ref *next_ref = next_head == 0 && more ? ref + 1 : ref;
-    const __global uchar *next = block_record(pages, fresh, next_ref->pages[0], next_head); /* in the order of a split */
+    const __global uchar *next = block_record(pages, fresh, next_ref->pages[next_ref->first_page], next_head); /* in the order of a split */
     const bool unpacked = block_begin(ref, pages, fresh, kv_head, n, scratch);
 
     for (int first = share * COLS; first < n; first += n_shares * COLS) {
         Columns columns;
 
+        columns.highest_low = 0;
         for (int c = 0; c < COLS; c++) {
             const int column = min(first + c, n - 1), row = column / N_REP, head = kv_head * N_REP + column % N_REP;
+            const int low = max(first_visible(group, row_position(group, row, mask), mask, window), SINK_TOKENS);
 
             columns.operand[c] = operands + ((size_t)(group->row0 + row) * N_HEADS + head) * OP_FLOATS;
+            columns.low[c] = low;
+            columns.highest_low = max(columns.highest_low, low);
             columns.out[c] = out + ((size_t)row * N_HEADS + head) * STATE_FLOATS;
         }
         columns.n_valid = min(COLS, n - first);
@@ -37,7 +41,8 @@ static inline void walk_ref(const __global Ref *ref, bool more, const __global G
     }
 }
 
-__kernel void attend_tile(int sequential, int n_units, int n_shares, int ref_rows, int skip, int most, const __global uchar *group_buffer, ulong groups_offset,
+__kernel void attend_tile(int sequential, int n_units, int n_shares, int ref_rows, int skip, int most, int mask, int window,
+                          const __global uchar *group_buffer, ulong groups_offset,
                           const __global uchar *ref_buffer, ulong refs_offset, const __global uchar *span_buffer, ulong spans_offset,
                           const __global uchar *page_buffer, ulong pages_offset, const __global uchar *fresh,
                           const __global float *operands, __global float *state, __global float *partials,
@@ -62,8 +67,9 @@ __kernel void attend_tile(int sequential, int n_units, int n_shares, int ref_row
             __global float *out = sequential ? state + (size_t)group->row0 * N_HEADS * STATE_FLOATS
                                              : partials + (size_t)r * ref_rows * N_HEADS * STATE_FLOATS;
 
-            walk_ref(refs + r, !sequential && unit + n_shares < unit_end(n_units), group, kv_head, share, n_shares, sequential, out, operands, page_buffer + pages_offset, fresh, page_angles, places,
-                     shared, INTEGER ? scratch + get_group_id(0) * (BLOCK_TOKENS * (K_DIM + V_DIM)) : 0);
+            walk_ref(refs + r, !sequential && unit + n_shares < unit_end(n_units), group, mask, window, kv_head, share, n_shares,
+                     sequential, out, operands, page_buffer + pages_offset, fresh, page_angles, places, shared,
+                     INTEGER ? scratch + get_group_id(0) * (BLOCK_TOKENS * (K_DIM + V_DIM)) : 0);
         }
     }
 }

@@ -21,7 +21,7 @@
 #define INPUT_BYTES   (8u << 20)
 
 typedef struct Sequence {
-    uint32_t length, n_packed;
+    uint32_t length, n_packed, n_asked;
     float *k, *v;     /* (max_tokens, n_kv_heads, k_ or v_head_dim), k after RoPE, rounded to the tail's width */
     uint32_t *arena;  /* (pages): page index */
 } Sequence;
@@ -35,9 +35,10 @@ struct World {
     float *inv_freq, *calibration; /* what `measured` points into */
     KvCalibration measured;
     float *constants;              /* kv_constants_fill() */
+    float *logits;                 /* (n_heads) */
     uint8_t *packed;               /* (arena): pages as C packs them */
     Sequence sequences[WORLD_MAX_SEQUENCES];
-    GpuBuffer *pages, *fresh, *tail, *input, *qkv, *out, *means;
+    GpuBuffer *pages, *fresh, *tail, *input, *qkv, *out, *means, *sink_logits;
     uint8_t *staging;              /* INPUT_BYTES */
     uint64_t tail_bytes;           /* one slot */
 };
@@ -97,11 +98,41 @@ static void upload(World *w, GpuBuffer *to, uint64_t offset, const void *from, u
     finish(w);
 }
 
+/* ---- who sees what --------------------------------------------------------------------------------------------------------- */
+
+static bool is_cross(const World *w)
+{
+    return w->options.attend.visibility.mask == ATTEND_MASK_CROSS;
+}
+
+static uint32_t chunk_shift(const World *w, uint32_t sequence)
+{
+    AttendVisibility visibility = w->options.attend.visibility;
+
+    return visibility.mask == ATTEND_MASK_CHUNKED ? (5 + 13 * sequence) % visibility.window : 0;
+}
+
+static uint32_t first_visible(const World *w, uint32_t sequence, uint32_t position)
+{
+    return attend_first_visible(w->options.attend.visibility, chunk_shift(w, sequence), position);
+}
+
+/* The last position that a row sees, and how many pages it sees packed. */
+static uint32_t last_visible(const World *w, uint32_t sequence, uint32_t position)
+{
+    return is_cross(w) ? w->sequences[sequence].length - 1 : position;
+}
+
+static uint32_t packed_pages(const World *w, uint32_t sequence, uint32_t position)
+{
+    return is_cross(w) ? w->sequences[sequence].length / KV_PAGE_TOKENS : kv_packed_pages(w->options.attend.form, position);
+}
+
 /* ---- life --------------------------------------------------------------------------------------------------------------------- */
 
 World *world_free(World *w)
 {
-    GpuBuffer *buffers[] = {w->pages, w->fresh, w->tail, w->input, w->qkv, w->out, w->means};
+    GpuBuffer *buffers[] = {w->pages, w->fresh, w->tail, w->input, w->qkv, w->out, w->means, w->sink_logits};
 
     (void)attend_free(w->attend);
     for (size_t i = 0; i < N_ELEMENTS(buffers); i++)
@@ -114,6 +145,7 @@ World *world_free(World *w)
     free(w->inv_freq);
     free(w->calibration);
     free(w->constants);
+    free(w->logits);
     free(w->packed);
     free(w->staging);
     free(w);
@@ -135,6 +167,8 @@ static void make_buffers(World *w)
     w->out = buffer(w, rows * s->n_heads * s->v_head_dim * sizeof(float));
     w->means = buffer(w, INPUT_OFFSET + kv_constants_floats(s) * sizeof(float));
     upload(w, w->means, INPUT_OFFSET, w->constants, kv_constants_floats(s) * sizeof(float));
+    w->sink_logits = buffer(w, INPUT_OFFSET + s->n_heads * sizeof(float));
+    upload(w, w->sink_logits, INPUT_OFFSET, w->logits, s->n_heads * sizeof(float));
 }
 
 /* Means, and a factor for each rotary pair and each channel without RoPE. */
@@ -174,6 +208,9 @@ World *world_new(Gpu *gpu, const WorldOptions *options)
         w->inv_freq[f] = (float)pow(1e5, -2.0 * f / s->rotary_dim);
     w->options.attend.inv_freq = w->inv_freq;
     make_calibration(w);
+    w->logits = zeroed(s->n_heads, sizeof(float));
+    for (uint32_t head = 0; head < s->n_heads; head++)
+        w->logits[head] = 3.0f * world_gaussian(78, 0, 0, 0, head);
     assert_int_equal(kv_layout(options->attend.form, s, &w->layout, NULL), 0);
     w->packed = zeroed((size_t)w->max_pages * WORLD_MAX_SEQUENCES, w->layout.page_bytes);
     w->staging = zeroed(1, INPUT_BYTES);
@@ -190,7 +227,7 @@ World *world_new(Gpu *gpu, const WorldOptions *options)
 
 uint32_t world_length(const World *w, uint32_t sequence)
 {
-    return w->sequences[sequence].length;
+    return is_cross(w) ? w->sequences[sequence].n_asked : w->sequences[sequence].length;
 }
 
 void world_set_tile_blocks(World *w, uint32_t tile_blocks)
@@ -232,17 +269,23 @@ static void turn(const World *w, const float *rope, const float *x, float *ret)
     }
 }
 
-/* Fills one row of qkv, and keeps its key and value as the tail will hold them. */
-static void make_row(World *w, uint32_t sequence, uint32_t position, float *qkv)
+static void make_queries(const World *w, uint32_t sequence, uint32_t position, float *q)
+{
+    const KvShape *s = &w->options.attend.shape;
+
+    for (uint32_t head = 0; head < s->n_heads; head++, q += s->k_head_dim)
+        for (uint32_t d = 0; d < s->k_head_dim; d++)
+            q[d] = w->options.value(0, sequence, position, head, d);
+}
+
+/* Fills keys and values of one row, and keeps them as the tail will hold them. */
+static void make_keys_and_values(World *w, uint32_t sequence, uint32_t position, float *qkv)
 {
     const KvShape *s = &w->options.attend.shape;
     float rope[KV_MAX_HEAD_DIM], turned[KV_MAX_HEAD_DIM];
     Sequence *q = &w->sequences[sequence];
 
     row_rope(w, position, rope);
-    for (uint32_t head = 0; head < s->n_heads; head++, qkv += s->k_head_dim)
-        for (uint32_t d = 0; d < s->k_head_dim; d++)
-            qkv[d] = w->options.value(0, sequence, position, head, d);
     for (uint32_t head = 0; head < s->n_kv_heads; head++, qkv += s->k_head_dim) {
         float *k = q->k + ((size_t)position * s->n_kv_heads + head) * s->k_head_dim;
 
@@ -304,7 +347,8 @@ static void *plan_room(World *w, Plan *p, size_t bytes, uint64_t *ret_at)
     return w->staging + *ret_at;
 }
 
-static void plan_groups(World *w, const WorldItem *items, uint32_t n_items, Plan *p)
+/* @asking: cross attention's queries. */
+static void plan_groups(World *w, const WorldItem *items, uint32_t n_items, bool asking, Plan *p)
 {
     uint32_t row = 0;
 
@@ -312,17 +356,16 @@ static void plan_groups(World *w, const WorldItem *items, uint32_t n_items, Plan
         p->n_rows += items[i].n_tokens;
     p->groups = plan_room(w, p, p->n_rows * sizeof(AttendGroup), &p->groups_at);
     for (uint32_t i = 0; i < n_items; i++) {
-        uint32_t start = w->sequences[items[i].sequence].length, end = start + items[i].n_tokens, row0 = row;
+        uint32_t sequence = items[i].sequence, start = w->sequences[sequence].length, row0 = row, n;
 
-        for (uint32_t pos = start; pos < end;) {
-            uint32_t page = pos / KV_PAGE_TOKENS, n = MIN(end, (page + 1) * KV_PAGE_TOKENS) - pos;
+        for (uint32_t done = 0; done < items[i].n_tokens; done += n, row += n) {
+            uint32_t pos = asking ? start - 1 : start + done, in_page = asking ? 0 : pos % KV_PAGE_TOKENS;
 
+            n = MIN(KV_PAGE_TOKENS - in_page, items[i].n_tokens - done);
             p->groups[p->n_groups++] = (AttendGroup){.row0 = (int32_t)row, .n_rows = (int32_t)n, .pos0 = (int32_t)pos,
-                                                     .n_packed = (int32_t)kv_packed_pages(w->options.attend.form, pos),
-                                                     .tail_slot = (int32_t)items[i].sequence, .new_start = (int32_t)start,
-                                                     .new_row0 = (int32_t)row0};
-            pos += n;
-            row += n;
+                                                     .n_packed = (int32_t)packed_pages(w, sequence, pos),
+                                                     .tail_slot = (int32_t)sequence, .new_start = (int32_t)start,
+                                                     .new_row0 = (int32_t)row0, .chunk_shift = (int32_t)chunk_shift(w, sequence)};
         }
     }
 }
@@ -332,9 +375,10 @@ static void plan_packs(World *w, const WorldItem *items, uint32_t n_items, Plan 
     p->packs = plan_room(w, p, 256 * sizeof(AttendPack), &p->packs_at);
     for (uint32_t i = 0, row0 = 0; i < n_items; row0 += items[i++].n_tokens) {
         Sequence *q = &w->sequences[items[i].sequence];
-        uint32_t seen = kv_packed_pages(w->options.attend.form, q->length + items[i].n_tokens - 1);
+        uint32_t end = is_cross(w) ? (q->length + items[i].n_tokens) / KV_PAGE_TOKENS
+                                   : packed_pages(w, items[i].sequence, q->length + items[i].n_tokens - 1);
 
-        for (uint32_t page = q->n_packed; page < seen; page++) {
+        for (uint32_t page = q->n_packed; page < end; page++) {
             assert_true(p->n_packs < 256);
             p->pack_sequence[p->n_packs] = items[i].sequence;
             q->arena[page] = p->n_packs | ATTEND_REF_FRESH;
@@ -343,6 +387,18 @@ static void plan_packs(World *w, const WorldItem *items, uint32_t n_items, Plan 
             p->n_packs++;
         }
     }
+}
+
+static AttendRef make_ref(const World *w, const AttendGroup *group, uint32_t g, uint32_t block, uint32_t low)
+{
+    uint32_t first = block * KV_BLOCK_PAGES, end = MIN(first + KV_BLOCK_PAGES, (uint32_t)group->n_packed);
+    AttendRef ref = {.group = (int32_t)g, .block = (int32_t)block, .n_pages = (int32_t)(end - first)};
+
+    if (low > first)
+        ref.first_page = (int32_t)(low - first);
+    for (uint32_t page = MAX(first, low); page < end; page++)
+        ref.pages[page - first] = w->sequences[group->tail_slot].arena[page];
+    return ref;
 }
 
 static void plan_tiles(World *w, Plan *p)
@@ -358,32 +414,39 @@ static void plan_tiles(World *w, Plan *p)
 
         assert_true(t < 64);
         for (uint32_t g = 0; g < p->n_groups; g++) {
-            spans[g].first_ref = (int32_t)p->n_refs[t];
-            for (uint32_t b = first; b < end && b * KV_BLOCK_PAGES < (uint32_t)p->groups[g].n_packed; b++) {
-                AttendRef *ref = &refs[p->n_refs[t]++];
+            const AttendGroup *group = &p->groups[g];
+            uint32_t low = first_visible(w, (uint32_t)group->tail_slot, (uint32_t)group->pos0) / KV_PAGE_TOKENS;
 
-                *ref = (AttendRef){.group = (int32_t)g, .block = (int32_t)b};
-                for (uint32_t page = b * KV_BLOCK_PAGES; page < MIN((b + 1) * KV_BLOCK_PAGES, (uint32_t)p->groups[g].n_packed); page++)
-                    ref->pages[ref->n_pages++] = w->sequences[p->groups[g].tail_slot].arena[page];
-            }
+            low = w->options.untrimmed ? 0 : MIN(low, (uint32_t)group->n_packed);
+            spans[g].first_ref = (int32_t)p->n_refs[t];
+            for (uint32_t b = MAX(first, low / KV_BLOCK_PAGES); b < end && b * KV_BLOCK_PAGES < (uint32_t)group->n_packed; b++)
+                if (low < (uint32_t)group->n_packed)
+                    refs[p->n_refs[t]++] = make_ref(w, group, g, b, low);
             spans[g].n_refs = (int32_t)p->n_refs[t] - spans[g].first_ref;
         }
         (void)plan_room(w, p, p->n_refs[t] * sizeof(AttendRef), &p->refs_at[63]);
     }
 }
 
-static void plan_rows(World *w, Plan *p)
+/* With @queries, with @keys and values. */
+static void plan_rows(World *w, Plan *p, bool queries, bool keys)
 {
     const KvShape *s = &w->options.attend.shape;
-    size_t stride = kv_row_values(s);
+    size_t n_q = queries ? (size_t)s->n_heads * s->k_head_dim : 0, stride = n_q + (keys ? kv_token_values(s) : 0);
     _cleanup_(freep) float *qkv = zeroed(p->n_rows * stride, sizeof(float));
     float *rope = plan_room(w, p, (size_t)p->n_rows * s->rotary_dim * sizeof(float), &p->rope_at);
 
     for (uint32_t g = 0; g < p->n_groups; g++)
         for (uint32_t i = 0; i < (uint32_t)p->groups[g].n_rows; i++) {
-            uint32_t row = (uint32_t)p->groups[g].row0 + i, position = (uint32_t)p->groups[g].pos0 + i;
+            uint32_t row = (uint32_t)p->groups[g].row0 + i, sequence = (uint32_t)p->groups[g].tail_slot;
+            uint32_t position = (uint32_t)p->groups[g].pos0 + i;
 
-            make_row(w, (uint32_t)p->groups[g].tail_slot, position, qkv + row * stride);
+            if (!keys) /* cross: the row's number among the queries */
+                position = w->sequences[sequence].n_asked + row - (uint32_t)p->groups[g].new_row0;
+            if (queries)
+                make_queries(w, sequence, position, qkv + row * stride);
+            if (keys)
+                make_keys_and_values(w, sequence, position, qkv + row * stride + n_q);
             row_rope(w, position, rope + (size_t)row * s->rotary_dim);
         }
     upload(w, w->qkv, 0, qkv, p->n_rows * stride * sizeof(float));
@@ -396,12 +459,19 @@ static AttendLayer world_layer(const World *w)
                          .calibration_offset = INPUT_OFFSET,
                          .tail = w->tail,
                          .tail_offset = TAIL_OFFSET,
-                         .tail_slot_stride = 2 * w->tail_bytes};
+                         .tail_slot_stride = 2 * w->tail_bytes,
+                         .sink_logits = w->sink_logits,
+                         .sink_logits_offset = INPUT_OFFSET};
+}
+
+static AttendPass plan_pass(const World *w, const Plan *p, uint32_t n_items)
+{
+    return (AttendPass){p->n_rows, p->n_groups, w->input, INPUT_OFFSET + p->rope_at, w->input, INPUT_OFFSET + p->groups_at, n_items};
 }
 
 static void run(World *w, const Plan *p, uint32_t n_items)
 {
-    AttendPass pass = {p->n_rows, p->n_groups, w->input, INPUT_OFFSET + p->rope_at, w->input, INPUT_OFFSET + p->groups_at, n_items};
+    AttendPass pass = plan_pass(w, p, n_items);
     AttendLayer layer = world_layer(w);
 
     assert_int_equal(attend_prepare(w->attend, &pass, &layer, w->qkv), 0);
@@ -412,10 +482,12 @@ static void run(World *w, const Plan *p, uint32_t n_items)
         AttendTile tile = {w->pages, PAGES_OFFSET, w->fresh, w->input, INPUT_OFFSET + p->refs_at[t], w->input,
                            INPUT_OFFSET + p->spans_at[t], p->n_refs[t]};
 
-        assert_int_equal(attend_tile(w->attend, &pass, &layer, &tile, GPU_WAIT_NONE, NULL), 0);
+        if (p->n_refs[t] > 0)
+            assert_int_equal(attend_tile(w->attend, &pass, &layer, &tile, GPU_WAIT_NONE, NULL), 0);
     }
     assert_int_equal(attend_finish(w->attend, &pass, &layer, w->out), 0);
-    assert_int_equal(attend_commit(w->attend, &pass, &layer), 0);
+    if (!is_cross(w))
+        assert_int_equal(attend_commit(w->attend, &pass, &layer), 0);
     finish(w);
 }
 
@@ -454,10 +526,11 @@ void world_pass(World *w, const WorldItem *items, uint32_t n_items, float *ret_o
     const KvShape *s = &w->options.attend.shape;
     Plan p = {0};
 
-    plan_groups(w, items, n_items, &p);
-    plan_packs(w, items, n_items, &p);
+    plan_groups(w, items, n_items, is_cross(w), &p);
+    if (!is_cross(w))
+        plan_packs(w, items, n_items, &p);
     plan_tiles(w, &p);
-    plan_rows(w, &p);
+    plan_rows(w, &p, true, !is_cross(w));
     run(w, &p, n_items);
     assert_int_equal(gpu_download(w->gpu, GPU_QUEUE_COMPUTE, w->out, 0, ret_out,
                                   (uint64_t)p.n_rows * s->n_heads * s->v_head_dim * sizeof(float), GPU_WAIT_NONE, "test", NULL),
@@ -465,7 +538,28 @@ void world_pass(World *w, const WorldItem *items, uint32_t n_items, float *ret_o
     finish(w);
     keep_packs(w, &p);
     for (uint32_t i = 0; i < n_items; i++)
-        w->sequences[items[i].sequence].length += items[i].n_tokens;
+        *(is_cross(w) ? &w->sequences[items[i].sequence].n_asked : &w->sequences[items[i].sequence].length) += items[i].n_tokens;
+}
+
+void world_keep(World *w, uint32_t sequence, uint32_t n_tokens)
+{
+    AttendLayer layer = world_layer(w);
+    WorldItem item = {sequence, n_tokens};
+    AttendPass pass;
+    Plan p = {0};
+
+    plan_groups(w, &item, 1, false, &p);
+    plan_packs(w, &item, 1, &p);
+    plan_rows(w, &p, false, true);
+    pass = plan_pass(w, &p, 1);
+    assert_int_equal(attend_keep(w->attend, &pass, &layer, w->qkv), 0);
+    if (p.n_packs > 0)
+        assert_int_equal(
+            attend_pack(w->attend, &pass, &layer, w->input, INPUT_OFFSET + p.packs_at, p.n_packs, w->fresh, NULL), 0);
+    assert_int_equal(attend_commit(w->attend, &pass, &layer), 0);
+    finish(w);
+    keep_packs(w, &p);
+    w->sequences[sequence].length += n_tokens;
 }
 
 void world_crop(World *w, uint32_t sequence, uint32_t length)
@@ -558,19 +652,19 @@ static void decoded_value(const World *w, uint32_t kv_head, const float *v, doub
     }
 }
 
-/* Keys and values as the query at @position sees them, (position + 1, k_ or v_head_dim). */
-static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t kv_head, double *k, double *v)
+/* Keys and values [low, last] as the query at @position sees them, (last + 1, k_ or v_head_dim). */
+static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t low, uint32_t kv_head, double *k, double *v)
 {
     const KvShape *s = &w->options.attend.shape;
     const Sequence *q = &w->sequences[sequence];
-    uint32_t n_packed = kv_packed_pages(w->options.attend.form, position), k_dim = s->k_head_dim, v_dim = s->v_head_dim;
+    uint32_t n_packed = packed_pages(w, sequence, position), k_dim = s->k_head_dim, v_dim = s->v_head_dim;
     _cleanup_(freep) float *page_k = zeroed((size_t)KV_PAGE_TOKENS * k_dim, sizeof(float));
     _cleanup_(freep) float *page_v = zeroed((size_t)KV_PAGE_TOKENS * v_dim, sizeof(float));
 
-    for (uint32_t j = 0; j <= position; j++) {
+    for (uint32_t j = low; j <= last_visible(w, sequence, position); j++) {
         uint32_t page = j / KV_PAGE_TOKENS, token = j % KV_PAGE_TOKENS;
 
-        if (page < n_packed && token == 0)
+        if (page < n_packed && (token == 0 || j == low))
             kv_unpack_page(w->options.attend.form, s, w->packed + (size_t)q->arena[page] * w->layout.page_bytes, kv_head, page_k,
                            page_v);
         if (page < n_packed && j >= w->options.attend.form.sink_tokens) {
@@ -585,20 +679,29 @@ static void visible(World *w, uint32_t sequence, uint32_t position, uint32_t kv_
     }
 }
 
-static void attend_in_double(const World *w, const float *query, uint32_t n, const double *k, const double *v, double *scores, double *ret)
+/* Keys [low, n). */
+static void attend_in_double(const World *w, uint32_t head, const float *query, uint32_t low, uint32_t n, const double *k, const double *v,
+                             double *scores, double *ret)
 {
+    double cap = w->options.attend.softcap;
     uint32_t k_dim = w->options.attend.shape.k_head_dim, v_dim = w->options.attend.shape.v_head_dim;
     double largest = -INFINITY, sum = 0;
 
-    for (uint32_t j = 0; j < n; j++) {
+    for (uint32_t j = low; j < n; j++) {
         scores[j] = 0;
         for (uint32_t d = 0; d < k_dim; d++)
             scores[j] += (double)query[d] * k[(size_t)j * k_dim + d];
         scores[j] *= w->options.attend.scale;
+        if (cap > 0)
+            scores[j] = cap * tanh(scores[j] / cap);
         largest = fmax(largest, scores[j]);
     }
     memset(ret, 0, v_dim * sizeof(*ret));
-    for (uint32_t j = 0; j < n; j++) {
+    if (w->options.attend.sink_logits) {
+        largest = fmax(largest, w->logits[head]);
+        sum = exp(w->logits[head] - largest);
+    }
+    for (uint32_t j = low; j < n; j++) {
         double p = exp(scores[j] - largest);
 
         sum += p;
@@ -612,7 +715,8 @@ static void attend_in_double(const World *w, const float *query, uint32_t n, con
 void world_reference(World *w, uint32_t sequence, uint32_t position, double *ret_out)
 {
     const KvShape *s = &w->options.attend.shape;
-    size_t n = position + 1;
+    uint32_t low = first_visible(w, sequence, position);
+    size_t n = last_visible(w, sequence, position) + 1;
     _cleanup_(freep) double *k = zeroed(n * s->k_head_dim, sizeof(double)), *v = zeroed(n * s->v_head_dim, sizeof(double));
     _cleanup_(freep) double *scores = zeroed(n, sizeof(double));
     float rope[KV_MAX_HEAD_DIM], x[KV_MAX_HEAD_DIM], y[KV_MAX_HEAD_DIM];
@@ -622,10 +726,10 @@ void world_reference(World *w, uint32_t sequence, uint32_t position, double *ret
         uint32_t n_rep = s->n_heads / s->n_kv_heads;
 
         if (head % n_rep == 0)
-            visible(w, sequence, position, head / n_rep, k, v);
+            visible(w, sequence, position, low, head / n_rep, k, v);
         for (uint32_t d = 0; d < s->k_head_dim; d++)
             x[d] = w->options.value(0, sequence, position, head, d);
         turn(w, rope, x, y);
-        attend_in_double(w, y, position + 1, k, v, scores, ret_out + (size_t)head * s->v_head_dim);
+        attend_in_double(w, head, y, low, (uint32_t)n, k, v, scores, ret_out + (size_t)head * s->v_head_dim);
     }
 }

@@ -15,6 +15,7 @@ typedef struct WorldOptions {
     uint32_t max_tokens;    /* of one sequence */
     bool calibrated;
     uint32_t tile_blocks;   /* blocks of a group in one tile; 0: all */
+    bool untrimmed;         /* refs name pages and blocks that no row sees, too */
     /* Queries, keys, values before RoPE: one float.  @what: 0 q, 1 k, 2 v. */
     float (*value)(int what, uint32_t sequence, uint32_t position, uint32_t head, uint32_t dim);
 } WorldOptions;
@@ -33,6 +34,9 @@ typedef struct WorldItem {
 /* Runs one pass; rows of out (n_rows, n_heads * v_head_dim) are the items' tokens in order.  Pages packed on the way are compared with
  * kv_pack_page(), bit for bit. */
 void world_pass(World *world, const WorldItem *items, uint32_t n_items, float *ret_out);
+/* Cross attention: writes the next keys and values of a sequence.  Rows of world_pass() are then queries, numbered from 0 on. */
+void world_keep(World *world, uint32_t sequence, uint32_t n_tokens);
+/* Tokens that are there; cross: queries that were asked. */
 uint32_t world_length(const World *world, uint32_t sequence);
 /* The answer for the row of one position, (n_heads * v_head_dim), from the pages and tail as packed by C. */
 void world_reference(World *world, uint32_t sequence, uint32_t position, double *ret_out);

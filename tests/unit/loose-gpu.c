@@ -306,19 +306,24 @@ static uint64_t loose_mix(uint64_t state, uint32_t position, uint32_t id, bool p
     return state ^ state >> 29;
 }
 
-/* What the row at @position must give when the keys' numbers are ids[0..position]. */
-static uint64_t loose_expected(KvForm form, const uint32_t *ids, uint32_t position)
+/* What the row at @position must give when the keys' numbers are ids[0..position] and it sees those from @low on. */
+static uint64_t loose_expected_from(KvForm form, const uint32_t *ids, uint32_t low, uint32_t position)
 {
     uint32_t n_packed = kv_packed_pages(form, position);
     uint64_t state = 1;
 
-    for (uint32_t j = form.sink_tokens; j < n_packed * KV_PAGE_TOKENS; j++)
+    for (uint32_t j = MAX(low, (uint32_t)form.sink_tokens); j < n_packed * KV_PAGE_TOKENS; j++)
         state = loose_mix(state, j, ids[j], true);
-    for (uint32_t j = 0; n_packed > 0 && j < form.sink_tokens; j++)
+    for (uint32_t j = low; n_packed > 0 && j < form.sink_tokens; j++)
         state = loose_mix(state, j, ids[j], false);
-    for (uint32_t j = n_packed * KV_PAGE_TOKENS; j <= position; j++)
+    for (uint32_t j = MAX(n_packed * KV_PAGE_TOKENS, low); j <= position; j++)
         state = loose_mix(state, j, ids[j], false);
     return state;
+}
+
+static uint64_t loose_expected(KvForm form, const uint32_t *ids, uint32_t position)
+{
+    return loose_expected_from(form, ids, 0, position);
 }
 
 static uint32_t *loose_tail(const AttendLayer *layer, int32_t slot)
@@ -371,12 +376,19 @@ static void loose_pack(LooseCommand *command)
     }
 }
 
+/* The lowest position that a row of @group sees. */
+static uint32_t loose_low(const LooseCommand *command, const AttendGroup *group, int32_t row)
+{
+    return attend_first_visible(command->attend->options.visibility, (uint32_t)group->chunk_shift,
+                                (uint32_t)(group->pos0 + row - group->row0));
+}
+
 static void loose_ref(const LooseCommand *command, const AttendRef *ref, const AttendGroup *group)
 {
     const AttendTile *tile = &command->tile;
     uint32_t page_bytes = command->attend->layout.page_bytes;
 
-    for (int32_t k = 0; k < ref->n_pages; k++) {
+    for (int32_t k = ref->first_page; k < ref->n_pages; k++) {
         uint32_t index = ref->pages[k] & ~ATTEND_REF_FRESH;
         const uint32_t *page = ref->pages[k] & ATTEND_REF_FRESH
                                    ? (const uint32_t *)loose_at(tile->fresh, (uint64_t)index * page_bytes, page_bytes)
@@ -387,7 +399,8 @@ static void loose_ref(const LooseCommand *command, const AttendRef *ref, const A
             uint32_t position = (uint32_t)(ref->block * KV_BLOCK_PAGES + k) * KV_PAGE_TOKENS + t;
 
             for (int32_t row = group->row0; position >= loose_sinks(command) && row < group->row0 + group->n_rows; row++)
-                command->attend->state[row] = loose_mix(command->attend->state[row], position, page[t], true);
+                if (position >= loose_low(command, group, row))
+                    command->attend->state[row] = loose_mix(command->attend->state[row], position, page[t], true);
         }
     }
 }
@@ -421,10 +434,11 @@ static void loose_finish(LooseCommand *command)
 
         for (int32_t i = 0; i < group->n_rows; i++) {
             uint64_t state = command->attend->state[group->row0 + i];
+            int32_t low = (int32_t)loose_low(command, group, group->row0 + i);
 
-            for (int32_t j = 0; group->n_packed > 0 && j < (int32_t)loose_sinks(command); j++)
+            for (int32_t j = low; group->n_packed > 0 && j < (int32_t)loose_sinks(command); j++)
                 state = loose_mix(state, (uint32_t)j, loose_key(command, group, j, true), false);
-            for (int32_t j = group->n_packed * KV_PAGE_TOKENS; j <= group->pos0 + i; j++)
+            for (int32_t j = MAX(group->n_packed * KV_PAGE_TOKENS, low); j <= group->pos0 + i; j++)
                 state = loose_mix(state, (uint32_t)j, loose_key(command, group, j, false), false);
             memcpy((float *)command->to + (size_t)(group->row0 + i) * width, &state, sizeof(state));
         }

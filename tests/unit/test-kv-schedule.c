@@ -31,7 +31,7 @@ static uint32_t random_below(Fixture *fixture, uint32_t n)
     return (fixture->random >> 8) % n;
 }
 
-static void fixture_init(Fixture *fixture, uint32_t seed, bool direct, uint32_t tile_blocks)
+static void fixture_init(Fixture *fixture, uint32_t seed, bool direct, uint32_t tile_blocks, AttendVisibility visibility)
 {
     static const float frequencies[32] = {1.0f};
     const GpuInfo info = {.unified_memory = true, .max_allocation_bytes = 1u << 30};
@@ -48,6 +48,7 @@ static void fixture_init(Fixture *fixture, uint32_t seed, bool direct, uint32_t 
     policy.transfer = direct ? KV_TRANSFER_ZERO_COPY : KV_TRANSFER_COPY;
     *fixture = (Fixture){.random = seed};
     assert_int_equal(kv_sizes_compute(&info, &model, &policy, &fixture->sizes, NULL), 0);
+    fixture->sizes.sections[0].attend.visibility = visibility;
     kv_arenas_init(&fixture->arenas, &(KvArenaOptions){.home = KV_HOME_HOST,
                                                        .n_layers = 2,
                                                        .page_bytes = fixture->sizes.sections[0].layout.page_bytes,
@@ -67,6 +68,7 @@ static void fixture_deinit(Fixture *fixture)
 /* Sequences of random lengths, some sharing whole blocks with an earlier one; blocks for what the pass adds. */
 static void random_items(Fixture *fixture)
 {
+    AttendVisibility visibility = fixture->sizes.sections[0].attend.visibility;
     uint32_t rows = 600;
 
     fixture->n_items = 1 + random_below(fixture, MAX_ITEMS);
@@ -90,8 +92,12 @@ static void random_items(Fixture *fixture)
                                &fixture->blocks[i][b], NULL),
                 0);
         fixture->items[i] =
-            (KvScheduleItem){.blocks = fixture->blocks[i], .length = length, .n_tokens = n, .tail_slot = 10 + i};
+            (KvScheduleItem){.blocks = fixture->blocks[i], .length = length, .n_tokens = n, .tail_slot = 10 + i,
+                             .chunk_shift = visibility.mask == ATTEND_MASK_CHUNKED ? random_below(fixture, visibility.window) : 0};
     }
+    for (uint32_t i = 0; i < fixture->n_items; i++) /* what is out of sight is gone */
+        for (uint32_t b = 0; b < kv_first_block(visibility, fixture->items[i].chunk_shift, fixture->items[i].length); b++)
+            fixture->blocks[i][b] = NULL;
 }
 
 static void check_groups(const Fixture *fixture)
@@ -115,6 +121,7 @@ static void check_groups(const Fixture *fixture)
             assert_int_equal(group->tail_slot, 10 + i);
             assert_int_equal(group->new_start, item->length);
             assert_int_equal(group->new_row0, row0);
+            assert_int_equal(group->chunk_shift, item->chunk_shift);
             row += (uint32_t)group->n_rows;
             position += (uint32_t)group->n_rows;
         }
@@ -175,7 +182,12 @@ static void check_refs(Fixture *fixture)
     const KvSchedule *schedule = &fixture->schedule;
 
     for (uint32_t g = 0; g < schedule->n_groups; g++) {
-        uint32_t page = 0, n_refs = 0;
+        const KvScheduleItem *item = &fixture->items[schedule->group_items[g]];
+        uint32_t end = (uint32_t)schedule->groups[g].n_packed, page, block;
+
+        page = attend_first_visible(schedule->visibility, item->chunk_shift, (uint32_t)schedule->groups[g].pos0) / KV_PAGE_TOKENS;
+        page = MIN(page, end);
+        block = page / KV_BLOCK_PAGES;
 
         for (uint32_t t = 0; t < schedule->n_tiles; t++) {
             const KvTile *tile = &schedule->tiles[t];
@@ -187,12 +199,13 @@ static void check_refs(Fixture *fixture)
                 const AttendRef *ref = &schedule->refs[tile->first_ref + (uint32_t)(span->first_ref + j)];
 
                 assert_int_equal(ref->group, g);
-                assert_int_equal(ref->block, n_refs++);
-                for (int32_t k = 0; k < ref->n_pages; k++, page++)
+                assert_int_equal(ref->block, block++);
+                assert_int_equal((uint32_t)(ref->block * KV_BLOCK_PAGES + ref->first_page), page);
+                for (int32_t k = ref->first_page; k < ref->n_pages; k++, page++)
                     check_page(fixture, tile, ref, schedule->group_items[g], (uint32_t)k);
             }
         }
-        assert_int_equal(page, schedule->groups[g].n_packed);
+        assert_int_equal(page, end);
     }
 }
 
@@ -224,13 +237,15 @@ static void check_tiles(const Fixture *fixture)
     assert_true(schedule->n_packs <= fixture->sizes.sections[0].max_packs);
 }
 
-static void schedule_shows_every_row_its_packed_pages_in_order(void **state)
+static void check_random_passes(uint32_t n_rounds, AttendMask mask)
 {
-    (void)state;
-    for (uint32_t round = 0; round < 600; round++) {
+    static const uint32_t windows[] = {1, 20, 33, 34, 70, 256, 300, 1000, 1u << 20};
+
+    for (uint32_t round = 0; round < n_rounds; round++) {
+        AttendVisibility visibility = {mask, mask == ATTEND_MASK_CAUSAL ? 0 : windows[round / 14 % N_ELEMENTS(windows)]};
         Fixture fixture;
 
-        fixture_init(&fixture, SEED + round, round % 2, round % 7);
+        fixture_init(&fixture, SEED + round, round % 2, round % 7, visibility);
         random_items(&fixture);
         kv_schedule_build(&fixture.schedule, fixture.items, fixture.n_items);
         check_groups(&fixture);
@@ -241,12 +256,79 @@ static void schedule_shows_every_row_its_packed_pages_in_order(void **state)
     }
 }
 
+static void schedule_shows_every_row_its_packed_pages_in_order(void **state)
+{
+    (void)state;
+    check_random_passes(600, ATTEND_MASK_CAUSAL);
+}
+
+static void schedule_of_a_window_touches_only_what_some_row_sees(void **state)
+{
+    (void)state;
+    check_random_passes(600, ATTEND_MASK_SLIDING);
+}
+
+static void schedule_of_chunks_touches_only_what_some_row_sees(void **state)
+{
+    (void)state;
+    check_random_passes(600, ATTEND_MASK_CHUNKED);
+}
+
+/* The fork that is behind sees an older block first, although it comes last. */
+static void schedule_of_a_window_loads_a_block_that_forks_share_once(void **state)
+{
+    Fixture fixture;
+
+    (void)state;
+    fixture_init(&fixture, SEED, false, 3, (AttendVisibility){ATTEND_MASK_SLIDING, 700});
+    for (uint32_t b = 0; b < 8; b++)
+        assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, 0, KV_BLOCK_PAGES, &fixture.blocks[0][b], NULL), 0);
+    for (uint32_t i = 0; i < 3; i++)
+        fixture.items[i] = (KvScheduleItem){.blocks = fixture.blocks[0], .length = 2000 - 300 * i, .n_tokens = 1};
+    fixture.n_items = 3;
+    kv_schedule_build(&fixture.schedule, fixture.items, 3);
+    assert_int_equal(fixture.schedule.n_loads, 6); /* 2 to 7: the last query sees 701 on, the first up to page 60 */
+    check_refs(&fixture);
+    fixture_deinit(&fixture);
+}
+
+static void schedule_of_cross_attention_shows_all_keys_to_all_rows(void **state)
+{
+    Fixture fixture;
+
+    (void)state;
+    fixture_init(&fixture, SEED, false, 2, (AttendVisibility){ATTEND_MASK_CROSS, 0});
+    for (uint32_t b = 0; b < 4; b++)
+        assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, 0, KV_BLOCK_PAGES, &fixture.blocks[0][b], NULL), 0);
+    fixture.n_items = 1;
+    /* The keys behind the first 70. */
+    fixture.items[0] = (KvScheduleItem){.blocks = fixture.blocks[0], .length = 70, .n_tokens = 530, .tail_slot = 10};
+    kv_schedule_keep(&fixture.schedule, fixture.items, 1);
+    assert_int_equal(fixture.schedule.n_tiles, 0);
+    check_groups(&fixture);
+    check_packs(&fixture);
+    fixture.items[0] = (KvScheduleItem){.blocks = fixture.blocks[0], .length = 600, .n_tokens = 40, .tail_slot = 3};
+    kv_schedule_build(&fixture.schedule, fixture.items, 1);
+    assert_int_equal(fixture.schedule.n_groups, 2);
+    assert_int_equal(fixture.schedule.n_packs, 0);
+    assert_int_equal(fixture.schedule.n_loads, 3);
+    assert_int_equal(fixture.schedule.n_tiles, 2);
+    for (uint32_t g = 0; g < 2; g++) {
+        assert_int_equal(fixture.schedule.groups[g].pos0, 599);
+        assert_int_equal(fixture.schedule.groups[g].new_start, 600);
+        assert_int_equal(fixture.schedule.groups[g].n_packed, 18);
+    }
+    assert_int_equal(fixture.schedule.groups[1].n_rows, 8);
+    check_refs(&fixture);
+    fixture_deinit(&fixture);
+}
+
 static void schedule_loads_a_block_that_forks_share_once(void **state)
 {
     Fixture fixture;
 
     (void)state;
-    fixture_init(&fixture, SEED, false, 3);
+    fixture_init(&fixture, SEED, false, 3, (AttendVisibility){ATTEND_MASK_CAUSAL, 0});
     for (uint32_t b = 0; b < 4; b++)
         assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, 0, KV_BLOCK_PAGES, &fixture.blocks[0][b], NULL), 0);
     for (uint32_t i = 0; i < 3; i++)
@@ -265,7 +347,7 @@ static void schedule_of_a_short_sequence_reads_no_page(void **state)
     Fixture fixture;
 
     (void)state;
-    fixture_init(&fixture, SEED, false, 1);
+    fixture_init(&fixture, SEED, false, 1, (AttendVisibility){ATTEND_MASK_CAUSAL, 0});
     assert_int_equal(kv_arenas_take(&fixture.arenas, NULL, 0, KV_BLOCK_PAGES, &fixture.blocks[0][0], NULL), 0);
     fixture.items[0] = (KvScheduleItem){.blocks = fixture.blocks[0], .length = 63, .n_tokens = 1};
     kv_schedule_build(&fixture.schedule, fixture.items, 1);
@@ -282,7 +364,11 @@ int main(void)
 {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(schedule_shows_every_row_its_packed_pages_in_order),
+        cmocka_unit_test(schedule_of_a_window_touches_only_what_some_row_sees),
+        cmocka_unit_test(schedule_of_chunks_touches_only_what_some_row_sees),
         cmocka_unit_test(schedule_loads_a_block_that_forks_share_once),
+        cmocka_unit_test(schedule_of_a_window_loads_a_block_that_forks_share_once),
+        cmocka_unit_test(schedule_of_cross_attention_shows_all_keys_to_all_rows),
         cmocka_unit_test(schedule_of_a_short_sequence_reads_no_page),
     };
 
