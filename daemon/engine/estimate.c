@@ -36,16 +36,6 @@ static int plan_best(Engine *engine, ModelSlot *slot, const KvPolicy *policy, Mo
     return r;
 }
 
-/* What crosses the bus for one token at full depth: weights that stream; the packed past, when its home is the host and it is not read
- * in place. */
-static uint64_t streamed_bytes(const ModelFit *fit, uint32_t context)
-{
-    const ModelPlan *plan = &fit->plan;
-    bool past = fit->policy.home == KV_HOME_HOST && plan->kv.n_slots > 0;
-
-    return plan->weight_streamed_bytes + (past ? plan->kv.host_bytes_per_token * context : 0);
-}
-
 static const char *transfer_in_effect(const KvPolicy *policy, const ModelPlan *plan)
 {
     if (policy->transfer != KV_TRANSFER_AUTO)
@@ -144,7 +134,7 @@ EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *poli
     gpu_memory_used(engine->gpu, used, &total);
     json = plan_json(&fit, context);
     if (json) {
-        (void)json_object_set_new(json, "streamed-bytes-per-token", json_integer((json_int_t)streamed_bytes(&fit, context)));
+        (void)json_object_set_new(json, "streamed-bytes-per-token", json_integer((json_int_t)model_streamed_bytes(&fit, context)));
         (void)json_object_set_new(json, "device-budget-bytes", json_integer((json_int_t)fit.plan.device_budget_bytes));
         (void)json_object_set_new(json, "device-used-bytes", json_integer((json_int_t)total));
         add_prediction(engine, slot, &fit, context, depth, json);

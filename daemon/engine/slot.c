@@ -2,6 +2,7 @@
 /* One model: file, weights, stores. */
 
 #include "daemon/engine/engine-internal.h"
+#include "daemon/model/speed.h"
 #include "quant/base/log.h"
 
 #include <string.h>
@@ -121,6 +122,21 @@ uint64_t slot_room(const Engine *engine, const ModelSlot *slot)
     return slot->room_limit_bytes ? MIN(room, slot->room_limit_bytes) : room;
 }
 
+/* What of the cache's pages is worth keeping on the device depends on how fast that is, when it is known. */
+static void fit_by_rates(Engine *engine, const ModelSlot *slot, const ModelOptions *options, ModelFit *fit)
+{
+    KvPolicy policy = slot->config.policy;
+    ModelSpeed speed;
+    ModelFit again;
+
+    if (policy.device_budget_bytes == 0 || fit->policy.home != KV_HOME_HOST || fit->plan.kv.n_slots == 0 ||
+        model_speed(engine->gpu, slot->file, fit, false, &speed, NULL) != 0)
+        return;
+    policy.rates = model_speed_rates(&speed, fit);
+    if (model_fit(gpu_info(engine->gpu), slot->file, options, &policy, slot_room(engine, slot), &again, NULL) == 0)
+        *fit = again;
+}
+
 /* How it fits: as configured, after what is idle has given way, else by the planner's ladder. */
 static int slot_fit(Engine *engine, ModelSlot *slot, bool make_room, ModelFit *ret, ErrorDetail *reterr)
 {
@@ -132,6 +148,8 @@ static int slot_fit(Engine *engine, ModelSlot *slot, bool make_room, ModelFit *r
     while ((r == MODEL_E_DEVICE_MEMORY || (r == 0 && ret->steps != 0)) && make_room && models_make_room(engine, slot));
     if (r)
         error_detail_prefix(reterr, "model '%s'", slot->config.name);
+    else
+        fit_by_rates(engine, slot, &options, ret);
     return r;
 }
 

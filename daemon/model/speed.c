@@ -427,12 +427,24 @@ static double together(const ModelSpeed *speed, double kernels, double copies)
     return kernels + copies - speed->hidden_share * MIN(kernels, copies);
 }
 
+KvRates model_speed_rates(const ModelSpeed *speed, const ModelFit *fit)
+{
+    double per_layer = (double)fit->plan.kv.host_bytes_per_token / MAX(fit->plan.n_layers, 1u), rate;
+
+    if (speed->layer_past_sec <= 0 || speed->upload_rate <= 0)
+        return (KvRates){0, 0, 0};
+    rate = per_layer / speed->layer_past_sec;
+    return (KvRates){
+        .device_bytes_per_second = (uint64_t)rate,
+        .link_bytes_per_second = (uint64_t)speed->upload_rate,
+        .weight_bytes_per_layer = (uint64_t)(speed->layer_sec * rate), /* as many as take as long at that rate */
+    };
+}
+
 void model_predict(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, ModelPrediction *ret)
 {
     const ModelPlan *plan = &fit->plan;
-    bool past = fit->policy.home == KV_HOME_HOST && plan->kv.n_slots > 0;
-    double streamed = (double)plan->weight_streamed_bytes + (past ? (double)plan->kv.host_bytes_per_token * depth : 0);
-    double copies = streamed / MAX(speed->upload_rate, 1.0);
+    double copies = (double)model_streamed_bytes(fit, depth) / MAX(speed->upload_rate, 1.0);
     double token = speed->head_sec + plan->n_layers * (speed->layer_sec + speed->layer_past_sec * depth);
     double chunk = speed->chunk_sec + plan->n_layers * (speed->chunk_layer_sec + speed->chunk_layer_past_sec * depth);
 

@@ -28,9 +28,23 @@ typedef struct ModelSpeed {
  * 0; -ENOENT when nothing is stored and it may not measure; MODEL_E_DEVICE_MEMORY when too little is free; other codes of a model. */
 int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_measure, ModelSpeed *ret, ErrorDetail *reterr);
 
+/* Bytes of host memory that one token after @depth has copied: weights that stream, and the packed past, when its home is the host and it is
+ * not read in place, but for the share that stays on the device. */
+static inline uint64_t model_streamed_bytes(const ModelFit *fit, uint32_t depth)
+{
+    const ModelPlan *plan = &fit->plan;
+    uint64_t past = plan->kv.host_bytes_per_token * depth;
+
+    if (fit->policy.home != KV_HOME_HOST || plan->kv.n_slots == 0 || past < plan->kv.device_page_bytes)
+        return plan->weight_streamed_bytes;
+    return plan->weight_streamed_bytes + past - plan->kv.device_page_bytes;
+}
+
 typedef struct ModelPrediction {
     double token_sec;    /* of one token after @depth */
     double prefill_rate; /* tokens a second of a prompt that goes on after @depth */
     bool bus_limited;    /* copies take longer than kernels */
 } ModelPrediction;
+/* The same facts as a policy wants them, for a store that decides what of its pages to keep on the device. */
+KvRates model_speed_rates(const ModelSpeed *speed, const ModelFit *fit);
 void model_predict(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, ModelPrediction *ret);

@@ -537,6 +537,12 @@ void model_predict(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth,
     *ret = (ModelPrediction){.token_sec = speed->layer_sec * (1 + depth), .prefill_rate = 5};
 }
 
+KvRates model_speed_rates(const ModelSpeed *speed, const ModelFit *fit)
+{
+    (void)speed, (void)fit;
+    return (KvRates){0, 0, 0};
+}
+
 Model *model_free(Model *model)
 {
     if (!model)
