@@ -136,7 +136,7 @@ uint32_t random_max_row_values(void)
 
 /* ---- making -------------------------------------------------------------------------------------------------------------------- */
 
-/* What a layer may be beside full: half of the programs are of full layers alone, others mix full with what @mix chooses. */
+/* What a layer may be beside full: some programs are of full layers alone, others mix full with what @mix chooses. */
 static void make_layer(RandomConfig *config, uint32_t i, uint32_t mix, uint32_t window, Random *random, bool wide)
 {
     RandomLayer *layer = &config->layers[i];
@@ -147,7 +147,7 @@ static void make_layer(RandomConfig *config, uint32_t i, uint32_t mix, uint32_t 
         *layer = (RandomLayer){.kind = RANDOM_SLIDING, .window = window, .shape = layer->shape};
     if (mix == 2 && other)
         *layer = (RandomLayer){.kind = RANDOM_CHUNKED, .window = window, .shape = layer->shape};
-    if (mix == 3 && other)
+    if ((mix == 3 || mix == 6) && other)
         *layer = (RandomLayer){.kind = random_below(random, 2) ? RANDOM_NONE : RANDOM_FULL, .state = true, .shape = layer->shape};
     if (mix == 4 && other)
         *layer = (RandomLayer){.kind = RANDOM_CROSS, .shape = layer->shape};
@@ -168,7 +168,7 @@ static void make_layers(RandomConfig *config, Random *random, bool wide)
 {
     static const uint32_t windows[] = {64, 33, 1, 20, 100, 300};
     /* One window a program: each is a set of kernels. */
-    uint32_t window = windows[random_below(random, wide ? N_ELEMENTS(windows) : 2)], mix = random_below(random, 9);
+    uint32_t window = windows[random_below(random, wide ? N_ELEMENTS(windows) : 2)], mix = random_below(random, 8);
     bool any = false;
 
     config->n_layers = 1 + random_below(random, wide ? RANDOM_MAX_LAYERS : 3);
@@ -215,11 +215,17 @@ static uint32_t some_tokens(Random *random)
     return 1 + random_below(random, limits[random_below(random, N_ELEMENTS(limits))]);
 }
 
+/* Low numbers more often, so that operations meet. */
+static uint32_t some_sequence(Random *random)
+{
+    return random_below(random, 1 + random_below(random, RANDOM_MAX_SEQUENCES));
+}
+
 /* Different sequences with a number each, so that the rows of all are one pass. */
 static void make_items(RandomOp *op, Random *random, uint32_t max_sequences)
 {
     uint32_t wanted = 1 + random_below(random, random_below(random, 3) ? 1 : max_sequences), rows = 0;
-    uint32_t first = random_below(random, RANDOM_MAX_SEQUENCES);
+    uint32_t first = some_sequence(random);
 
     for (uint32_t i = 0; i < wanted; i++) {
         uint32_t n = some_tokens(random);
@@ -233,7 +239,7 @@ static void make_items(RandomOp *op, Random *random, uint32_t max_sequences)
 
 static void make_rows(RandomOp *op, Random *random)
 {
-    uint32_t n = 2 + random_below(random, 3), first = random_below(random, RANDOM_MAX_SEQUENCES);
+    uint32_t n = 2 + random_below(random, 3), first = some_sequence(random);
 
     for (uint32_t i = 0; i < n; i++)
         op->args[op->n_args++] =
@@ -273,11 +279,11 @@ static void make_op(const RandomProgram *program, RandomOp *op, Random *random)
         break;
     case RANDOM_CROP:
         op->n_args = 1;
-        op->args[0] = (RandomArg){random_below(random, RANDOM_MAX_SEQUENCES), random_below(random, random_below(random, 2) ? 12 : 150)};
+        op->args[0] = (RandomArg){some_sequence(random), random_below(random, random_below(random, 2) ? 12 : 150)};
         break;
     case RANDOM_FORK:
         op->n_args = 1;
-        op->args[0] = (RandomArg){random_below(random, RANDOM_MAX_SEQUENCES), random_below(random, RANDOM_MAX_SEQUENCES)};
+        op->args[0] = (RandomArg){some_sequence(random), random_below(random, RANDOM_MAX_SEQUENCES)};
         break;
     case RANDOM_MIGRATE:
     case RANDOM_CHECKPOINT:
@@ -286,7 +292,7 @@ static void make_op(const RandomProgram *program, RandomOp *op, Random *random)
     case RANDOM_CLEAR:
     case RANDOM_OP_X_MAX:
         op->n_args = 1;
-        op->args[0].sequence = random_below(random, RANDOM_MAX_SEQUENCES);
+        op->args[0].sequence = some_sequence(random);
         break;
     }
 }

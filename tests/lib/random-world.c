@@ -71,6 +71,7 @@ bool random_failed(Run *run, const char *format, ...)
     vsnprintf(run->failure->text, sizeof(run->failure->text), format, args);
     va_end(args);
     run->failure->op = run->op;
+    run->failure->kind = format;
     return false;
 }
 
@@ -590,7 +591,6 @@ bool random_world_run(RandomWorld *world, const RandomProgram *program, RandomFa
         world->counts.unsupported++; /* refused by name */
     } else if (r) {
         good = failed(&run, "no store: %d, %s", r, detail.text);
-        ret->no_store = true;
     }
     for (; good && run.store && run.op < program->n_ops; run.op++, world->counts.operations++)
         if (!run_op(&run, &program->ops[run.op])) {

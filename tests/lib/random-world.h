@@ -12,7 +12,7 @@ typedef struct RandomWorld RandomWorld;
 
 typedef struct RandomFailure {
     uint32_t op;   /* the operation, n_ops for the end */
-    bool no_store; /* not even the beginning */
+    const char *kind; /* the text before numbers came into it: the same for failures of one kind */
     char text[400];
 } RandomFailure;
 

@@ -88,7 +88,7 @@ static bool fails(const RandomProgram *program, void *userdata)
         if (!random_world_run(pair->world, &other, &failure))
             return false; /* another failure */
     }
-    if (random_world_run(pair->world, program, &failure) || failure.no_store != pair->failure.no_store)
+    if (random_world_run(pair->world, program, &failure) || failure.kind != pair->failure.kind)
         return false;
     pair->failure = failure;
     return true;
