@@ -193,7 +193,7 @@ static bool make_items(Run *run, const RandomOp *op, uint32_t *ids, Item *items,
             continue;
         items[n++] = (Item){sequence, op->args[a].value, ids + row};
         for (uint32_t t = 0; t < op->args[a].value; t++, row++)
-            ids[row] = (uint32_t)(random_mix(random_mix(op->seed, op->args[a].sequence), sequence->tokens->n_tokens + t) & 0xffffff);
+            ids[row] = (uint32_t)(random_mix(random_mix(op->seed * 64ull + op->args[a].sequence, 1), sequence->tokens->n_tokens + t) & 0xffffff);
     }
     *ret_n = n;
     return true;

@@ -4,6 +4,7 @@
  *
  *   LEAT_RANDOM_SECONDS   how long (60)
  *   LEAT_RANDOM_SEED      the first program; programs are numbered from there (1)
+ *   LEAT_RANDOM_VERBOSE   each program is named before it runs, for those that crash
  *   LEAT_RANDOM_WIDE      all shapes and forms, not only those of a short run
  *   LEAT_RANDOM_PROGRAM   a file with programs to replay instead
  *
@@ -162,7 +163,7 @@ static void random_programs_agree_with_the_reference_and_with_each_other(void **
     Fixture *fixture = *state;
     double end = seconds() + (double)number("LEAT_RANDOM_SECONDS", 60);
     uint64_t seed = number("LEAT_RANDOM_SEED", 1);
-    bool wide = number("LEAT_RANDOM_WIDE", 0) > 0, unified = gpu_info(fixture->gpu)->unified_memory;
+    bool wide = number("LEAT_RANDOM_WIDE", 0) > 0, verbose = number("LEAT_RANDOM_VERBOSE", 0) > 0, unified = gpu_info(fixture->gpu)->unified_memory;
     Pair pair = {.world = fixture->world};
 
     if (getenv("LEAT_RANDOM_PROGRAM")) {
@@ -174,6 +175,10 @@ static void random_programs_agree_with_the_reference_and_with_each_other(void **
         RandomProgram program, other;
 
         random_program_make(&program, seed, unified, wide);
+        if (verbose) {
+            printf("program %" PRIu64 "\n", seed);
+            fflush(stdout);
+        }
         if (!random_world_run(fixture->world, &program, &pair.failure))
             report(&pair, &program, seed);
         other = program;
