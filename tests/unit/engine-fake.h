@@ -45,7 +45,7 @@ static struct {
     uint32_t n_moves;               /* of stores */
     bool hold;                      /* passes wait */
     bool packed;                    /* crop goes back to checkpoints only */
-    uint32_t n_opens, n_files, n_models, n_stores, n_caches, n_passes, n_forked;
+    uint32_t n_opens, n_files, n_models, n_stores, n_caches, n_passes, n_forked, n_rows; /* n_rows: run, not refused */
     FakePass passes[FAKE_PASSES];
 } fake = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
@@ -61,7 +61,7 @@ static void fake_reset(void)
     fake.n_streams = 0;
     fake.can_stream = false;
     fake.n_moves = 0;
-    fake.n_opens = fake.n_passes = fake.n_forked = 0;
+    fake.n_opens = fake.n_passes = fake.n_forked = fake.n_rows = 0;
     pthread_mutex_unlock(&fake.lock);
 }
 
@@ -894,6 +894,7 @@ int model_forward(Model *model, KvStore *store, const ModelItem *items, uint32_t
         pthread_mutex_lock(&fake.lock);
         memcpy(cache->ids + cache->n, items[i].tokens, items[i].n_tokens * sizeof(int32_t));
         cache->n += items[i].n_tokens;
+        fake.n_rows += items[i].n_tokens;
         pthread_mutex_unlock(&fake.lock);
         for (uint32_t t = items[i].all_logits ? 0 : items[i].n_tokens - 1; logits && t < items[i].n_tokens; t++) {
             fake_logits(cache, cache->n - items[i].n_tokens + t + 1, logits);

@@ -250,6 +250,30 @@ static void an_idle_session_gives_way_and_too_little_memory_is_an_error_with_num
     talk_stop(talk);
 }
 
+/* Forty beams outgrow the device in the middle: they move, and no token is run again. */
+static void beams_that_outgrow_the_device_go_on_where_they_were(void **state)
+{
+    EngineModel model = fake_model("m", "m.gguf");
+    EngineRequest request = beam_request("0123456789", 20, 40, 20);
+    Talk *talk;
+    Seen *seen;
+
+    (void)state;
+    fake_reset();
+    model.policy.home = KV_HOME_DEVICE;
+    model.policy.strategy = KV_STRATEGY_DYNAMIC;
+    request.sampling.ignore_eos = true;
+    talk = talk_start(&model, 1, 0);
+    FAKE_SET(device_tokens, 700); /* of 40 * 29 */
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_found(seen, &request);
+    assert_string_equal(seen->usage.ladder, "smaller-batch host-home");
+    assert_string_equal(seen->usage.home, "host");
+    assert_int_equal(FAKE_GET(n_moves), 1);
+    assert_int_equal(FAKE_GET(n_rows), 10 + 40 * 19);
+    talk_stop(talk);
+}
+
 /* Background beams lose their caches to an interactive job, more than once, and find what they would have found. */
 static void beams_that_lose_their_caches_find_the_same(void **state)
 {
@@ -392,6 +416,7 @@ int main(void)
         cmocka_unit_test(many_prompts_take_their_turns),
         cmocka_unit_test(bad_words_and_least_lengths_hold_for_one_sequence_and_for_beams),
         cmocka_unit_test(an_idle_session_gives_way_and_too_little_memory_is_an_error_with_numbers),
+        cmocka_unit_test(beams_that_outgrow_the_device_go_on_where_they_were),
         cmocka_unit_test(beams_that_lose_their_caches_find_the_same),
         cmocka_unit_test(a_lost_device_and_a_logit_that_is_no_number_end_the_job),
         cmocka_unit_test(a_cancel_takes_effect_at_once_and_leaves_nothing),
