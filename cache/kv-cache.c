@@ -98,6 +98,11 @@ uint32_t kv_cache_length(const KvCache *cache)
     return cache->past->length;
 }
 
+uint32_t kv_cache_cross_length(const KvCache *cache)
+{
+    return cache->past->cross_length;
+}
+
 int kv_cache_record(KvCache *cache, bool on)
 {
     KvPast *past = cache->past;

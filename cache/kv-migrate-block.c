@@ -3,8 +3,6 @@
 
 #include "cache/kv-migrate-internal.h"
 
-#include "quant/base/half.h"
-
 #include <string.h>
 
 static KvBlock *source_block(const KvPast *past, const KvCheckpoint *checkpoint, uint32_t section, uint32_t b)
@@ -15,13 +13,15 @@ static KvBlock *source_block(const KvPast *past, const KvCheckpoint *checkpoint,
 }
 
 /* Pages [first, end) of one layer. */
-static int move_plane(const KvMigration *m, uint32_t l, const KvBlock *from, KvBlock *to, uint32_t first, uint32_t end)
+static int move_plane(const KvMigration *m, uint32_t l, const KvBlock *from, KvBlock *to, uint32_t block, uint32_t first, uint32_t end)
 {
     const KvLayerPlace *a = &m->from->sizes.layers[l], *b = &m->to->sizes.layers[l];
     uint64_t page_bytes = m->to->sizes.sections[b->section].layout.page_bytes;
     uint32_t n;
     int r = 0;
 
+    if (!kv_migrate_is_same(m, l))
+        return error_trace(kv_migrate_plane(m, l, from, to, block, first, end));
     for (; first < end && !r; first += n) {
         n = MIN(kv_block_run(from, first, end), kv_block_run(to, first, end));
         r = kv_arena_copy(m->to->gpu, GPU_QUEUE_COMPUTE, from->arena, kv_block_offset(from, a->plane, first), to->arena,
@@ -55,7 +55,7 @@ static int fill_block(KvMigration *m, uint32_t s, const KvPast *past, const KvCh
         const KvLayerPlace *place = &m->to->sizes.layers[l];
 
         if (place->section == s && place->owner == l)
-            r = move_plane(m, l, source_block(past, checkpoint, m->from->sizes.layers[l].section, b), to, to->first_page, to->n_filled);
+            r = move_plane(m, l, source_block(past, checkpoint, m->from->sizes.layers[l].section, b), to, b, to->first_page, to->n_filled);
     }
     if (r)
         return error_trace(kv_error(r));
@@ -91,17 +91,24 @@ int kv_migrate_block(KvMigration *m, uint32_t s, const KvPast *past, const KvChe
     return 0;
 }
 
-void kv_migrate_tail(const KvMigration *m, const uint8_t *from, uint8_t *to)
+int kv_migrate_tail(const KvMigration *m, const KvPast *past, uint8_t *from, uint8_t *to)
 {
-    for (uint32_t l = 0; l < m->to->sizes.n_layers; l++) {
+    int r = 0;
+
+    for (uint32_t l = 0; l < m->to->sizes.n_layers && !r; l++) {
         const KvLayerPlace *a = &m->from->sizes.layers[l], *b = &m->to->sizes.layers[l];
         const KvSectionSizes *source, *target;
 
         if (a->section == KV_NO_SECTION || a->owner != l)
             continue;
+        if (!kv_migrate_is_same(m, l)) {
+            r = kv_error(kv_migrate_recent(m, l, past, from, to));
+            continue;
+        }
         source = &m->from->sizes.sections[a->section];
         target = &m->to->sizes.sections[b->section];
         memcpy(to + target->tail_offset + b->plane * target->tail_layer_bytes,
                from + source->tail_offset + a->plane * source->tail_layer_bytes, target->tail_layer_bytes);
     }
+    return error_trace(r);
 }

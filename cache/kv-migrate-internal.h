@@ -27,11 +27,16 @@ typedef struct KvMigration {
     KvMovedList tails, saved;
 } KvMigration;
 
-bool kv_sections_same_form(const KvSectionSizes *a, const KvSectionSizes *b);
-
 /* Block @b of section @s of the target, with a reference for the caller: at least the pages that a past, or else a checkpoint, with
  * @n_pages has of it.  KvError or negative errno. */
 int kv_migrate_block(KvMigration *m, uint32_t s, const KvPast *past, const KvCheckpoint *checkpoint, uint32_t b, uint32_t n_pages,
                      KvBlock **ret, ErrorDetail *reterr);
-/* A tail slot of the source as one of the target. */
-void kv_migrate_tail(const KvMigration *m, const uint8_t *from, uint8_t *to);
+/* The tail slot @from of @past as one of the target.  KvError or negative errno. */
+int kv_migrate_tail(const KvMigration *m, const KvPast *past, uint8_t *from, uint8_t *to);
+/* Whether a layer's pages and tail can be copied as they are. */
+bool kv_migrate_is_same(const KvMigration *m, uint32_t l);
+
+/* In another form (kv-migrate-form.c); GpuError or negative errno.  Pages [@first, @end) of block @b of a layer; */
+int kv_migrate_plane(const KvMigration *m, uint32_t l, const KvBlock *from, KvBlock *to, uint32_t b, uint32_t first, uint32_t end);
+/* and a layer's part of a tail slot, from where the target needs it in full precision. */
+int kv_migrate_recent(const KvMigration *m, uint32_t l, const KvPast *past, uint8_t *from, uint8_t *to);

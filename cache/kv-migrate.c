@@ -10,7 +10,7 @@ static bool same_shape(const KvShape *a, const KvShape *b)
     return memcmp(a, b, sizeof(*a)) == 0;
 }
 
-bool kv_sections_same_form(const KvSectionSizes *a, const KvSectionSizes *b)
+static bool same_form(const KvSectionSizes *a, const KvSectionSizes *b)
 {
     return kv_form_equal(&a->attend.form, &b->attend.form);
 }
@@ -30,7 +30,7 @@ static bool same_layer(const KvStore *from, const KvStore *to, uint32_t l)
     y = &to->sizes.sections[b->section].attend;
     return same_shape(&x->shape, &y->shape) && x->scale == y->scale &&
            from->sizes.sections[a->section].kind == to->sizes.sections[b->section].kind &&
-           from->sizes.sections[a->section].window == to->sizes.sections[b->section].window;
+           x->visibility.window == y->visibility.window && x->softcap == y->softcap && x->sink_logits == y->sink_logits;
 }
 
 static bool same_layers(const KvStore *from, const KvStore *to)
@@ -48,10 +48,17 @@ static bool same_forms(const KvStore *from, const KvStore *to)
     for (uint32_t l = 0; l < from->sizes.n_layers; l++) {
         uint32_t a = from->sizes.layers[l].section, b = to->sizes.layers[l].section;
 
-        if (a != KV_NO_SECTION && !kv_sections_same_form(&from->sizes.sections[a], &to->sizes.sections[b]))
+        if (a != KV_NO_SECTION && !same_form(&from->sizes.sections[a], &to->sizes.sections[b]))
             return false;
     }
     return true;
+}
+
+bool kv_migrate_is_same(const KvMigration *m, uint32_t l)
+{
+    uint32_t a = m->from->sizes.layers[l].section, b = m->to->sizes.layers[l].section;
+
+    return same_form(&m->from->sizes.sections[a], &m->to->sizes.sections[b]);
 }
 
 bool kv_store_is_same(const KvStore *from, const KvStore *to)
@@ -87,7 +94,7 @@ int kv_moved_add(KvMovedList *list, const void *from, void *to)
 /* ---- tails and states ----------------------------------------------------------------------------------------------------------- */
 
 /* What @saved is in the target, with a reference for the caller. */
-static int move_saved(KvMigration *m, const KvSaved *saved, bool state, KvSaved **ret, ErrorDetail *reterr)
+static int move_saved(KvMigration *m, const KvPast *past, KvSaved *saved, bool state, KvSaved **ret, ErrorDetail *reterr)
 {
     KvSaved *own = kv_moved_find(&m->saved, saved);
     int r;
@@ -104,8 +111,9 @@ static int move_saved(KvMigration *m, const KvSaved *saved, bool state, KvSaved 
     if (state)
         memcpy(own->memory, saved->memory, m->to->states.slot_bytes);
     else
-        kv_migrate_tail(m, saved->memory, own->memory);
-    r = kv_moved_add(&m->saved, saved, own);
+        r = kv_migrate_tail(m, past, saved->memory, own->memory);
+    if (!r)
+        r = kv_moved_add(&m->saved, saved, own);
     if (r) {
         (void)kv_saved_unref(own);
         return error_trace(r);
@@ -116,9 +124,10 @@ static int move_saved(KvMigration *m, const KvSaved *saved, bool state, KvSaved 
 
 /* A tail that is in its slot only.  It is read into memory of the migration: the source's budget need not have room for what leaves it, and
  * no checkpoint of its gives way. */
-static int fetch_tail(KvMigration *m, const KvTail *tail, bool state, KvSaved **ret, ErrorDetail *reterr)
+static int fetch_tail(KvMigration *m, const KvPast *past, const KvTail *tail, bool state, KvSaved **ret, ErrorDetail *reterr)
 {
     _cleanup_(gpu_event_unrefp) GpuEvent *event = NULL;
+    _cleanup_(kv_saved_unrefp) KvSaved *own = NULL;
     uint64_t bytes = tail->tails->slot_bytes;
     uint8_t *memory = malloc(bytes);
     int r;
@@ -134,16 +143,19 @@ static int fetch_tail(KvMigration *m, const KvTail *tail, bool state, KvSaved **
             free(memory);
         return error_trace(kv_error(r));
     }
-    r = kv_saved_new(state ? &m->to->states : &m->to->tails, ret, reterr);
+    r = kv_saved_new(state ? &m->to->states : &m->to->tails, &own, reterr);
     if (!r && state)
-        memcpy((*ret)->memory, memory, m->to->states.slot_bytes);
+        memcpy(own->memory, memory, m->to->states.slot_bytes);
     else if (!r)
-        kv_migrate_tail(m, memory, (*ret)->memory);
+        r = kv_migrate_tail(m, past, memory, own->memory);
     free(memory);
-    return error_trace(r);
+    if (r)
+        return error_trace(r);
+    *ret = TAKE_PTR(own);
+    return 0;
 }
 
-static int move_tail(KvMigration *m, KvTail *tail, bool state, KvTail **ret, ErrorDetail *reterr)
+static int move_tail(KvMigration *m, const KvPast *past, KvTail *tail, bool state, KvTail **ret, ErrorDetail *reterr)
 {
     _cleanup_(kv_saved_unrefp) KvSaved *own = NULL;
     KvTail *moved = kv_moved_find(&m->tails, tail);
@@ -153,7 +165,8 @@ static int move_tail(KvMigration *m, KvTail *tail, bool state, KvTail **ret, Err
         *ret = kv_tail_ref(moved);
         return 0;
     }
-    r = tail->saved ? move_saved(m, tail->saved, state, &own, reterr) : fetch_tail(m, tail, state, &own, reterr);
+    r = tail->saved ? move_saved(m, past, tail->saved, state, &own, reterr)
+                    : fetch_tail(m, past, tail, state, &own, reterr);
     if (r)
         return error_trace(r);
     moved = kv_tail_new_from(state ? &m->to->states : &m->to->tails, own);
@@ -168,14 +181,15 @@ static int move_tail(KvMigration *m, KvTail *tail, bool state, KvTail **ret, Err
     return 0;
 }
 
-static int move_states(KvMigration *m, const KvStates *from, KvStates *to, ErrorDetail *reterr)
+static int move_states(KvMigration *m, const KvPast *past, KvStates *to, ErrorDetail *reterr)
 {
+    const KvStates *from = &past->states;
     int r;
 
-    r = move_tail(m, from->now, true, &to->now, reterr);
+    r = move_tail(m, past, from->now, true, &to->now, reterr);
     for (uint32_t i = 0; i < from->n_snapshots && !r; i++) {
         to->snapshots[i].length = from->snapshots[i].length;
-        r = move_tail(m, from->snapshots[i].state, true, &to->snapshots[i].state, reterr);
+        r = move_tail(m, past, from->snapshots[i].state, true, &to->snapshots[i].state, reterr);
         to->n_snapshots += r == 0;
     }
     return error_trace(r);
@@ -189,9 +203,9 @@ static int move_checkpoint(KvMigration *m, const KvCheckpoint *from, KvCheckpoin
 
     to->length = from->length;
     to->made = ++m->to->made;
-    r = move_saved(m, from->saved, false, &to->saved, reterr);
+    r = move_saved(m, NULL, from->saved, false, &to->saved, reterr);
     if (!r && from->state)
-        r = move_saved(m, from->state, true, &to->state, reterr);
+        r = move_saved(m, NULL, from->state, true, &to->state, reterr);
     for (uint32_t s = 0; s < m->to->sizes.n_sections && !r; s++) {
         const KvMark *mark = &from->marks[m->leads[s]];
         KvMark *own = &to->marks[s];
@@ -229,6 +243,23 @@ static int move_checkpoints(KvMigration *m, const KvPast *from, KvPast *to, Erro
     return error_trace(r);
 }
 
+/* Where the tail of a section of the target begins: with that of its layers in the source, or where it is needed from. */
+static uint32_t tail_from(const KvMigration *m, const KvPast *from, uint32_t s)
+{
+    uint32_t tail = 0;
+
+    for (uint32_t l = 0; l < m->to->sizes.n_layers; l++) {
+        uint32_t source = m->from->sizes.layers[l].section;
+
+        if (m->to->sizes.layers[l].section != s)
+            continue;
+        if (!kv_migrate_is_same(m, l))
+            return kv_needed_from(&m->to->sections[s], kv_past_tokens(from, source));
+        tail = MAX(tail, from->sections[source].tail_from);
+    }
+    return tail;
+}
+
 static int move_section(KvMigration *m, const KvPast *from, KvPast *to, uint32_t s, ErrorDetail *reterr)
 {
     const KvSectionPast *lead = &from->sections[m->leads[s]];
@@ -236,7 +267,7 @@ static int move_section(KvMigration *m, const KvPast *from, KvPast *to, uint32_t
     KvSectionPast *own = &to->sections[s];
     int r = 0;
 
-    own->tail_from = lead->tail_from;
+    own->tail_from = tail_from(m, from, s);
     own->first_block = own->n_blocks = lead->first_block;
     for (uint32_t b = lead->first_block; b < lead->n_blocks && !r; b++) {
         r = kv_migrate_block(m, s, from, NULL, b, n_pages, &own->blocks[b], reterr);
@@ -256,12 +287,12 @@ static int move_past(KvMigration *m, const KvPast *from, KvPast *to, ErrorDetail
     to->cross_length = from->cross_length;
     to->recording = from->recording;
     to->record_from = from->record_from;
-    r = move_tail(m, from->tail, false, &to->tail, reterr);
+    r = move_tail(m, from, from->tail, false, &to->tail, reterr);
     if (!r)
-        r = move_states(m, &from->states, &to->states, reterr);
+        r = move_states(m, from, &to->states, reterr);
     for (uint32_t s = 0; s < m->to->sizes.n_sections && !r; s++)
         r = move_section(m, from, to, s, reterr);
-    if (!r)
+    if (!r && same_forms(m->from, m->to)) /* another form has no use for tails of the past */
         r = move_checkpoints(m, from, to, reterr);
     return error_trace(r);
 }
@@ -279,9 +310,8 @@ static int check(KvCache *const *caches, uint32_t n, const KvStore *to, bool los
         return error_detail_set(reterr, from == to ? -EINVAL : -EBUSY, "cache: a store cannot move into itself, nor during a pass");
     if (!same_layers(from, to))
         return error_detail_set(reterr, -EINVAL, "cache: the two stores are for different layers");
-    if (!same_forms(from, to))
-        return error_detail_set(reterr, lossy ? -ENOTSUP : -EINVAL, "cache: moving would code the past anew, which %s",
-                                lossy ? "these forms do not allow" : "is not asked for");
+    if (!lossy && !same_forms(from, to))
+        return error_detail_set(reterr, -EINVAL, "cache: moving would code the past anew, which is not asked for");
     return 0;
 }
 

@@ -160,10 +160,27 @@ static int run_layer(KvStore *store, uint32_t layer, const GpuBuffer *qkv, GpuBu
     return error_trace(r);
 }
 
-static int check_turn(const KvPass *pass, uint32_t layer, ErrorDetail *reterr)
+static int run_cross_layer(KvStore *store, uint32_t layer, const GpuBuffer *kv)
+{
+    KvSection *section = &store->sections[store->sizes.layers[layer].section];
+    AttendLayer buffers = kv_store_layer(store, layer);
+    int r;
+
+    r = attend_keep(section->attend, &section->pass, &buffers, kv);
+    if (!r)
+        r = pack_pages(store, layer, &buffers);
+    if (!r)
+        r = attend_commit(section->attend, &section->pass, &buffers);
+    return error_trace(r);
+}
+
+static int check_turn(const KvPass *pass, uint32_t layer, bool cross, ErrorDetail *reterr)
 {
     if (layer != pass->n_layers_done || layer >= pass->store->sizes.n_layers)
         return error_detail_set(reterr, -EINVAL, "cache: layer %u, but %u is next", layer, pass->n_layers_done);
+    if (pass->cross != cross)
+        return error_detail_set(reterr, -EINVAL, "cache: layer %u in a pass that %s encoder output", layer,
+                                pass->cross ? "writes" : "does not write");
     return 0;
 }
 
@@ -180,11 +197,22 @@ int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer 
 {
     int r;
 
-    r = check_turn(pass, layer, reterr);
+    r = check_turn(pass, layer, false, reterr);
     if (r)
         return error_trace(r);
     pass->layer_started = true;
     return layer_done(pass, layer, run_layer(pass->store, layer, qkv, out), reterr);
+}
+
+int kv_cross_layer(KvPass *pass, uint32_t layer, const GpuBuffer *kv, ErrorDetail *reterr)
+{
+    int r;
+
+    r = check_turn(pass, layer, true, reterr);
+    if (r)
+        return error_trace(r);
+    pass->layer_started = true;
+    return layer_done(pass, layer, run_cross_layer(pass->store, layer, kv), reterr);
 }
 
 int kv_pass_state(KvPass *pass, uint32_t layer, uint32_t item, KvState *ret, ErrorDetail *reterr)

@@ -195,7 +195,10 @@ static int plan_pass(KvPass *pass)
         if (pass->cross && !kv_section_is_cross(&store->sections[s]))
             continue;
         fill_items(store, s, false);
-        kv_schedule_build(&store->sections[s].schedule, store->items, pass->n_entries);
+        if (pass->cross)
+            kv_schedule_keep(&store->sections[s].schedule, store->items, pass->n_entries);
+        else
+            kv_schedule_build(&store->sections[s].schedule, store->items, pass->n_entries);
         r = write_inputs(pass, &store->sections[s]);
     }
     if (r || pass->cross)
@@ -236,6 +239,11 @@ static int begin(KvStore *store, const KvPassItem *items, uint32_t n_items, bool
 int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr)
 {
     return error_trace(begin(store, items, n_items, false, ret, reterr));
+}
+
+int kv_cross_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr)
+{
+    return error_trace(begin(store, items, n_items, true, ret, reterr));
 }
 
 /* ---- the end ---------------------------------------------------------------------------------------------------------- */

@@ -34,7 +34,25 @@ static bool same_section(const KvSectionSizes *a, const KvSectionSizes *b)
            x->n_heads == y->n_heads && x->n_kv_heads == y->n_kv_heads && x->k_head_dim == y->k_head_dim &&
            x->v_head_dim == y->v_head_dim &&
            x->rotary_dim == y->rotary_dim && a->attend.scale == b->attend.scale &&
-           a->window == b->window && same_frequencies(&a->attend, &b->attend);
+           a->attend.visibility.window == b->attend.visibility.window && a->attend.softcap == b->attend.softcap &&
+           a->attend.sink_logits == b->attend.sink_logits && same_frequencies(&a->attend, &b->attend);
+}
+
+static AttendVisibility visibility_of(const KvLayer *layer)
+{
+    switch (layer->kind) {
+    case KV_LAYER_SLIDING:
+        return (AttendVisibility){ATTEND_MASK_SLIDING, layer->window};
+    case KV_LAYER_CHUNKED:
+        return (AttendVisibility){ATTEND_MASK_CHUNKED, layer->window};
+    case KV_LAYER_CROSS:
+        return (AttendVisibility){ATTEND_MASK_CROSS, 0};
+    case KV_LAYER_FULL:
+    case KV_LAYER_SHARED:
+    case KV_LAYER_NONE:
+        break;
+    }
+    return (AttendVisibility){ATTEND_MASK_CAUSAL, 0};
 }
 
 /* What says which section a layer belongs to. */
@@ -51,7 +69,6 @@ static KvSectionSizes describe(const KvModel *model, const KvPolicy *policy, con
     return (KvSectionSizes){
         .kind = layer->kind,
         .home = stays ? KV_HOME_DEVICE : policy->home,
-        .window = layer->window,
         .max_tokens = layer->kind == KV_LAYER_CROSS ? model->max_cross_tokens : policy->max_cache_tokens,
         .attend =
             {
@@ -60,6 +77,9 @@ static KvSectionSizes describe(const KvModel *model, const KvPolicy *policy, con
                 .exact = model->exact,
                 .tail_bits = form.kind == KV_FORM_F32 ? 32 : 16,
                 .scale = layer->scale,
+                .visibility = visibility_of(layer),
+                .softcap = layer->softcap,
+                .sink_logits = layer->sink_logits != NULL,
                 .max_rows = model->max_rows,
                 .inv_freq = layer->inv_freq,
             },
@@ -70,9 +90,12 @@ static int check_layer(const KvModel *model, const KvLayer *layer, uint32_t l, E
 {
     bool windowed = layer->kind == KV_LAYER_SLIDING || layer->kind == KV_LAYER_CHUNKED;
 
-    (void)model;
-    if (windowed || layer->kind == KV_LAYER_CROSS)
-        return error_detail_set(reterr, -ENOTSUP, "cache: layer %u: the attention kernels know no windows and no encoder output", l);
+    if (windowed && (layer->window == 0 || layer->window > ATTEND_WINDOW_MAX))
+        return error_detail_set(reterr, -EINVAL, "cache: layer %u has a window of %u tokens", l, layer->window);
+    if (layer->kind == KV_LAYER_CROSS && (model->max_cross_tokens == 0 || model->max_cross_tokens > 1u << 28))
+        return error_detail_set(reterr, -EINVAL, "cache: layer %u reads encoder output of %u tokens", l, model->max_cross_tokens);
+    if (layer->kind == KV_LAYER_CROSS && layer->shape.rotary_dim > 0)
+        return error_detail_set(reterr, -EINVAL, "cache: layer %u reads encoder output, which has no positions to rotate by", l);
     if (layer->conv_bytes > UINT32_MAX || layer->recurrent_bytes > UINT32_MAX)
         return error_detail_set(reterr, -EINVAL, "cache: layer %u has a state of %llu and %llu bytes", l,
                                 (unsigned long long)layer->conv_bytes, (unsigned long long)layer->recurrent_bytes);
@@ -157,6 +180,10 @@ int kv_sizes_place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *ret
         if (r)
             return error_trace(r);
     }
+    for (uint32_t s = 0; s < sizes->n_sections; s++)
+        if (sizes->sections[s].attend.sink_logits)
+            sizes->logits_stride = MAX(sizes->logits_stride, sizes->sections[s].attend.shape.n_heads);
+    sizes->logits_bytes = (uint64_t)model->n_layers * sizes->logits_stride * sizeof(float);
     if (sizes->n_sections == 0 && sizes->state_slot_bytes == 0)
         return error_detail_set(reterr, -EINVAL, "cache: no layer keeps anything");
     return 0;

@@ -34,10 +34,10 @@ static int check_arguments(const GpuInfo *info, const KvModel *model, const KvPo
 /* The most pages that one cache has: what is in sight before and after the largest pass, and what its tail can be read back from. */
 static uint32_t held_pages(const KvSizes *sizes, const KvSectionSizes *section)
 {
-    uint64_t tokens = (uint64_t)section->window + kv_ring_tokens(section->attend.form) + sizes->max_rows;
+    uint64_t tokens = (uint64_t)section->attend.visibility.window + kv_ring_tokens(section->attend.form) + sizes->max_rows;
     uint32_t all = MAX(section->max_tokens / KV_PAGE_TOKENS, 1u); /* an incomplete page is in the tail alone */
 
-    return section->window == 0 ? all : (uint32_t)MIN((uint64_t)all, tokens / KV_PAGE_TOKENS + 2);
+    return section->attend.visibility.window == 0 ? all : (uint32_t)MIN((uint64_t)all, tokens / KV_PAGE_TOKENS + 2);
 }
 
 /* What does not depend on the ring. */
@@ -265,6 +265,7 @@ static int plan_fill(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
         if (r)
             return error_trace(r);
     }
+    plan->operand_bytes += sizes->logits_bytes;
     plan->n_slots = sizes->tile_bytes > 0 ? sizes->policy.n_slots : 0;
     plan->staging_bytes = 2 * sizes->fresh_bytes + plan->n_slots * sizes->tile_bytes;
     plan->tail_bytes = sizes->n_sequences * (sizes->tail_slot_bytes + 2 * sizes->state_slot_bytes);

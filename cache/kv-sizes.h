@@ -15,7 +15,6 @@
 typedef struct KvSectionSizes {
     KvLayerKind kind;
     KvHome home;
-    uint32_t window;
     KvLayout layout;
     AttendOptions attend; /* inv_freq is borrowed from the model */
     bool direct;          /* tiles are read where the pages live, not from the ring */
@@ -52,6 +51,8 @@ typedef struct KvSizes {
     uint32_t n_layers, n_sections, n_sequences, max_items, max_rows;
     KvLayerPlace *layers;     /* (n_layers) */
     KvSectionSizes *sections; /* (n_sections) */
+    uint64_t logits_bytes; /* sink logits of all layers; 0: no layer has them */
+    uint32_t logits_stride; /* heads of the widest layer */
     uint64_t tile_bytes, fresh_bytes, tail_slot_bytes, state_slot_bytes /* 0: no layer has a state */;
     uint64_t device_page_limit_bytes; /* what the policy's budget leaves for pages; UINT64_MAX: no limit of ours */
     KvPlan plan;

@@ -83,6 +83,7 @@ typedef struct KvSection {
     KvArenas resident; /* limit_pages 0: none.  Home host: a share of the blocks that the device has room for, and reads in place */
     KvSchedule schedule, next_schedule;
     float *inv_freq; /* (rotary_dim / 2) */
+    uint8_t *constants; /* what was uploaded to calibration */
     GpuBuffer *calibration, *inputs;
     uint8_t *inputs_memory; /* what is uploaded to inputs */
     /* of the pass in progress */
@@ -108,6 +109,7 @@ struct KvStore {
     uint64_t made;    /* clock of checkpoints */
     uint64_t calibration_hash; /* of what was taken from packed keys and values, for saved files */
 
+    GpuBuffer *sink_logits; /* f32 (n_layers, logits_stride), or NULL */
     GpuBuffer *fresh[2];    /* pages of this pass, by the layer's parity */
     GpuEvent *fresh_events[2]; /* the last copy that reads them */
     GpuEvent **home_events; /* (n_layers): the last copy home */
@@ -165,7 +167,7 @@ static inline bool kv_section_is_cross(const KvSection *section)
 
 static inline bool kv_section_is_windowed(const KvSection *section)
 {
-    return section->sizes->window > 0;
+    return section->sizes->attend.visibility.window > 0;
 }
 
 /* Tokens that a section has of the sequence. */
@@ -183,9 +185,9 @@ static inline uint32_t kv_needed_from(const KvSection *section, uint32_t length)
 /* The first page that a sequence of this length needs, to go on or to read its tail back. */
 static inline uint32_t kv_kept_page(const KvSection *section, uint32_t length)
 {
-    uint32_t needed = kv_needed_from(section, length);
+    uint32_t seen = attend_first_visible(section->sizes->attend.visibility, 0, length), needed = kv_needed_from(section, length);
 
-    return section->sizes->window == 0 ? 0 : needed / KV_PAGE_TOKENS;
+    return MIN(seen, needed) / KV_PAGE_TOKENS;
 }
 
 static inline uint32_t kv_section_first_page(const KvSectionPast *section)

@@ -17,6 +17,8 @@ AttendLayer kv_store_layer(const KvStore *store, uint32_t layer)
         .tail = store->tails.buffer,
         .tail_offset = section->sizes->tail_offset + place->plane * section->sizes->tail_layer_bytes,
         .tail_slot_stride = store->sizes.tail_slot_bytes,
+        .sink_logits = store->sink_logits,
+        .sink_logits_offset = (uint64_t)layer * store->sizes.logits_stride * sizeof(float),
     };
 }
 
@@ -128,16 +130,44 @@ static int upload_calibration(KvStore *store, uint32_t s, const KvModel *model, 
     KvSection *section = &store->sections[s];
     uint64_t total = section->sizes->calibration_layer_bytes * section->sizes->n_planes;
     _cleanup_(gpu_event_unrefp) GpuEvent *event = NULL;
-    _cleanup_(freep) uint8_t *memory = NULL;
     int r;
 
-    memory = calloc(1, total);
-    if (!memory)
+    section->constants = calloc(1, total);
+    if (!section->constants)
         return error_origin(KV_E_HOST_MEMORY);
-    gather_calibration(store, s, model, memory);
+    gather_calibration(store, s, model, section->constants);
     r = gpu_buffer_new(store->gpu, GPU_PURPOSE_OTHER, total, &section->calibration, reterr);
     if (!r)
-        r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, section->calibration, 0, memory, total, GPU_WAIT_NONE, "kv means", &event);
+        r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, section->calibration, 0, section->constants, total, GPU_WAIT_NONE, "kv means",
+                       &event);
+    if (!r)
+        r = gpu_event_wait(store->gpu, event, KV_TIMEOUT_USEC, reterr);
+    return error_trace(kv_error(r));
+}
+
+/* A shared layer's are its own. */
+static int upload_logits(KvStore *store, const KvModel *model, ErrorDetail *reterr)
+{
+    _cleanup_(gpu_event_unrefp) GpuEvent *event = NULL;
+    _cleanup_(freep) float *logits = NULL;
+    int r;
+
+    if (store->sizes.logits_bytes == 0)
+        return 0;
+    logits = calloc(1, store->sizes.logits_bytes);
+    if (!logits)
+        return error_origin(KV_E_HOST_MEMORY);
+    for (uint32_t l = 0; l < model->n_layers; l++) {
+        uint32_t section = store->sizes.layers[l].section;
+
+        if (section != KV_NO_SECTION && store->sizes.sections[section].attend.sink_logits && model->layers[l].sink_logits)
+            memcpy(logits + (size_t)l * store->sizes.logits_stride, model->layers[l].sink_logits,
+                   store->sizes.sections[section].attend.shape.n_heads * sizeof(float));
+    }
+    r = gpu_buffer_new(store->gpu, GPU_PURPOSE_OTHER, store->sizes.logits_bytes, &store->sink_logits, reterr);
+    if (!r)
+        r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, store->sink_logits, 0, logits, store->sizes.logits_bytes, GPU_WAIT_NONE,
+                       "kv logits", &event);
     if (!r)
         r = gpu_event_wait(store->gpu, event, KV_TIMEOUT_USEC, reterr);
     return error_trace(kv_error(r));
@@ -308,6 +338,8 @@ int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore
     r = new_memory(store);
     if (!r)
         r = new_shared(store, reterr);
+    if (!r)
+        r = upload_logits(store, model, reterr);
     for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++)
         r = new_section(store, s, model, reterr);
     if (r)
@@ -325,6 +357,7 @@ static void section_deinit(KvSection *section)
     kv_schedule_deinit(&section->schedule);
     kv_schedule_deinit(&section->next_schedule);
     free(section->inputs_memory);
+    free(section->constants);
     free(section->inv_freq);
 }
 
@@ -350,6 +383,7 @@ KvStore *kv_store_free(KvStore *store)
         (void)gpu_event_unref(store->fresh_events[i]);
         (void)gpu_buffer_free(store->fresh[i]);
     }
+    (void)gpu_buffer_free(store->sink_logits);
     for (uint32_t s = 0; store->sections && s < store->sizes.n_sections; s++)
         section_deinit(&store->sections[s]);
     for (uint32_t i = 0; store->pass.entries && i < store->sizes.max_items; i++)

@@ -88,6 +88,8 @@ typedef struct KvLayer {
     KvShape shape;
     float scale;
     const float *inv_freq;
+    float softcap;         /* scores become softcap * tanh(score / softcap); 0: they stay */
+    const float *sink_logits; /* (n_heads): take part in the softmax without a value; NULL: none; borrowed during kv_store_new() */
     const KvForm *form;    /* instead of the policy's, for this layer; borrowed during kv_store_new() */
     uint64_t conv_bytes, recurrent_bytes; /* of one sequence's state: kv_pass_state() */
 } KvLayer;
@@ -193,7 +195,8 @@ typedef struct KvPassItem {
  * the first copies.  Rows of the pass are the items' tokens in order.  One pass at a time, of at most max_sequences items; no cache
  * twice.  Caches in the pass are not forked, cropped or freed before its end.  KvError, -EINVAL or -EBUSY. */
 int kv_pass_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr);
-/* For each layer with attention, in order: append and attend.  qkv as in opencl/attend.h, before RoPE.  A shared layer's holds its own
+/* For each layer with attention, in order: append and attend.  qkv as in opencl/attend.h, before RoPE; of cross layers q alone.  A shared
+ * layer's holds its own
  * queries beside the keys and values that its source had in this pass. */
 int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr);
 /* Where the states of a layer with state bytes are, for item @item of the pass: the layer's kernels read what was before its tokens (of an
@@ -205,6 +208,12 @@ typedef struct KvState {
 int kv_pass_state(KvPass *pass, uint32_t layer, uint32_t item, KvState *ret, ErrorDetail *reterr);
 /* All layers are queued: starts the prefetch of the next pass's first tiles (same caches), which runs while the head does. */
 int kv_pass_prefetch(KvPass *pass);
+/* A pass that writes encoder output instead: the items' tokens follow what their caches have of it, up to max_cross_tokens.  The caller
+ * goes through the cross layers alone, in order, with kv_cross_layer(), then commits; what was there is lost when it aborts.  @kv as
+ * in attend_keep(): keys, then values. */
+int kv_cross_begin(KvStore *store, const KvPassItem *items, uint32_t n_items, KvPass **ret, ErrorDetail *reterr);
+int kv_cross_layer(KvPass *pass, uint32_t layer, const GpuBuffer *kv, ErrorDetail *reterr);
+uint32_t kv_cache_cross_length(const KvCache *cache);
 /* After gpu_step_finish() returned 0: the caches' lengths grow.  Frees the pass. */
 int kv_pass_commit(KvPass *pass);
 /* Instead, at any point after begin: pages reserved for the pass return.  Lengths stay, unless layers had begun to overwrite

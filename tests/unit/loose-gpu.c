@@ -321,9 +321,24 @@ static uint64_t loose_expected_from(KvForm form, const uint32_t *ids, uint32_t l
     return state;
 }
 
-static uint64_t loose_expected(KvForm form, const uint32_t *ids, uint32_t position)
+_unused_ static uint64_t loose_expected(KvForm form, const uint32_t *ids, uint32_t position)
 {
     return loose_expected_from(form, ids, 0, position);
+}
+
+/* What every row that asks @n keys of an encoder must give. */
+_unused_ static uint64_t loose_expected_cross(KvForm form, const uint32_t *ids, uint32_t n)
+{
+    uint32_t n_packed = n / KV_PAGE_TOKENS;
+    uint64_t state = 1;
+
+    for (uint32_t j = form.sink_tokens; j < n_packed * KV_PAGE_TOKENS; j++)
+        state = loose_mix(state, j, ids[j], true);
+    for (uint32_t j = 0; n_packed > 0 && j < form.sink_tokens; j++)
+        state = loose_mix(state, j, ids[j], false);
+    for (uint32_t j = n_packed * KV_PAGE_TOKENS; j < n; j++)
+        state = loose_mix(state, j, ids[j], false);
+    return state;
 }
 
 static uint32_t *loose_tail(const AttendLayer *layer, int32_t slot)
@@ -353,10 +368,20 @@ static void loose_prepare(LooseCommand *command)
     size_t width = kv_row_values(shape);
     const float *qkv = command->from;
 
+    bool cross = command->attend->options.visibility.mask == ATTEND_MASK_CROSS;
+
     for (uint32_t row = 0; row < command->pass.n_rows; row++) {
-        command->attend->ids[row] = (uint32_t)qkv[row * width];
+        command->attend->ids[row] = cross ? UINT32_MAX : (uint32_t)qkv[row * width];
         command->attend->state[row] = 1;
     }
+}
+
+static void loose_keep(LooseCommand *command)
+{
+    const float *kv = command->from;
+
+    for (uint32_t row = 0; row < command->pass.n_rows; row++)
+        command->attend->ids[row] = (uint32_t)kv[row * kv_token_values(&command->attend->options.shape)];
 }
 
 static void loose_pack(LooseCommand *command)
@@ -434,11 +459,12 @@ static void loose_finish(LooseCommand *command)
 
         for (int32_t i = 0; i < group->n_rows; i++) {
             uint64_t state = command->attend->state[group->row0 + i];
-            int32_t low = (int32_t)loose_low(command, group, group->row0 + i);
+            bool cross = command->attend->options.visibility.mask == ATTEND_MASK_CROSS;
+            int32_t low = (int32_t)loose_low(command, group, group->row0 + i), last = group->pos0 + (cross ? 0 : i);
 
             for (int32_t j = low; group->n_packed > 0 && j < (int32_t)loose_sinks(command); j++)
                 state = loose_mix(state, (uint32_t)j, loose_key(command, group, j, true), false);
-            for (int32_t j = MAX(group->n_packed * KV_PAGE_TOKENS, low); j <= group->pos0 + i; j++)
+            for (int32_t j = MAX(group->n_packed * KV_PAGE_TOKENS, low); j <= last; j++)
                 state = loose_mix(state, (uint32_t)j, loose_key(command, group, j, false), false);
             memcpy((float *)command->to + (size_t)(group->row0 + i) * width, &state, sizeof(state));
         }
@@ -513,6 +539,14 @@ int attend_prepare(Attend *attend, const AttendPass *pass, const AttendLayer *la
 {
     return loose_queue(attend->gpu, GPU_QUEUE_COMPUTE,
                        &(LooseCommand){.run = loose_prepare, .attend = attend, .pass = *pass, .layer = *layer, .from = qkv->data},
+                       GPU_WAIT_NONE, NULL);
+}
+
+int attend_keep(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *kv)
+{
+    assert(attend->options.visibility.mask == ATTEND_MASK_CROSS);
+    return loose_queue(attend->gpu, GPU_QUEUE_COMPUTE,
+                       &(LooseCommand){.run = loose_keep, .attend = attend, .pass = *pass, .layer = *layer, .from = kv->data},
                        GPU_WAIT_NONE, NULL);
 }
 
