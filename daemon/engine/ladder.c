@@ -7,7 +7,8 @@
  *   host-home          the cache's pages live in host memory
  *   streamed-weights   an eighth of what the weights hold of the device leaves it, and streams from then on
  *
- * Caches move with their pages (cache/kv-migrate.h) where both stores have room for a moment; else what they held is run again.
+ * Caches move with their pages (cache/kv-migrate.h) where both stores have room for a moment, which the batch gives while it is large enough;
+ * else what they held is run again.
  * None changes a bit of an answer: a row's result depends on that row only, a block of pages is the unit of summation, and where pages and
  * weights live does not matter.  What was given up stays so until the model is loaded anew.
  */
@@ -124,7 +125,7 @@ static void end_loan(ModelSlot *slot, uint64_t budget_bytes)
 }
 
 /* The store under another policy, with all caches that it has: built beside it, so there has to be room for both for a moment. */
-static bool move_store(ModelSlot *slot, StoreSlot *store, const KvPolicy *policy)
+static bool move_to(ModelSlot *slot, StoreSlot *store, const KvPolicy *policy)
 {
     uint64_t budget_bytes = model_options(slot->model)->weights.budget_bytes;
     ErrorDetail detail = ERROR_DETAIL_NULL;
@@ -143,6 +144,31 @@ static bool move_store(ModelSlot *slot, StoreSlot *store, const KvPolicy *policy
     kv_store_free(store->store);
     store->store = target;
     end_loan(slot, budget_bytes);
+    return true;
+}
+
+/* The smallest ring there is. */
+static KvPolicy tight_policy(const KvPolicy *policy)
+{
+    KvPolicy tight = *policy;
+
+    tight.n_slots = tight.tile_blocks = 1;
+    return tight;
+}
+
+/* Where the ring that it should have does not fit beside the old store it comes in a second step, when that has gone. */
+static bool move_store(Engine *engine, ModelSlot *slot, StoreSlot *store, const KvPolicy *policy)
+{
+    KvPolicy tight = tight_policy(policy);
+
+    if (move_to(slot, store, policy))
+        return true;
+    if (!move_to(slot, store, &tight))
+        return false;
+    if (!move_to(slot, store, policy)) {
+        store->steps |= MODEL_STEP_STAGING;
+        note(engine, slot, MODEL_STEP_STAGING);
+    }
     return true;
 }
 
@@ -175,7 +201,7 @@ static bool lower_store(Engine *engine, ModelSlot *slot, StoreSlot *store)
     if (policy.home == KV_HOME_HOST && (policy.transfer != KV_TRANSFER_COPY || (store->steps & MODEL_STEP_STAGING)))
         return false; /* there is no ring, or it is as small as can be */
     step = lower_policy(&policy);
-    if (!step || (!move_store(slot, store, &policy) && step != MODEL_STEP_HOME))
+    if (!step || (!move_store(engine, slot, store, &policy) && step != MODEL_STEP_HOME))
         return false;
     store->steps |= (unsigned)step;
     note(engine, slot, step);
@@ -184,12 +210,45 @@ static bool lower_store(Engine *engine, ModelSlot *slot, StoreSlot *store)
     return true;
 }
 
+/* Whether a smaller batch would no longer leave the room that the cache's new home needs while the old one stands. */
+static bool is_last_chance_to_move(Engine *engine, const ModelSlot *slot, const StoreSlot *store)
+{
+    ModelOptions options = *model_options(slot->model);
+    KvPolicy policy = tight_policy(&store->policy);
+    ModelPlan half, least;
+
+    if (kv_store_policy(store->store)->home != KV_HOME_DEVICE)
+        return false;
+    policy.home = KV_HOME_HOST;
+    options.max_rows = MAX(slot->max_rows / 2, (uint32_t)MODELS_MIN_ROWS);
+    if (model_plan(gpu_info(engine->gpu), slot_file(slot), &options, &policy, &half, NULL) != 0)
+        return false;
+    options.max_rows = MODELS_MIN_ROWS;
+    if (model_plan(gpu_info(engine->gpu), slot_file(slot), &options, &policy, &least, NULL) != 0)
+        return false;
+    return half.activation_bytes - least.activation_bytes < least.kv.staging_bytes + least.kv.tail_bytes + least.kv.operand_bytes;
+}
+
+/* A smaller batch; when that is the last which makes room for a move of the cache, the smallest one and the move. */
+static bool shrink_batch(Engine *engine, ModelSlot *slot, StoreSlot *store)
+{
+    bool move = is_last_chance_to_move(engine, slot, store);
+
+    if (!fewer_rows(engine, slot))
+        return false;
+    while (move && fewer_rows(engine, slot))
+        continue;
+    if (move)
+        (void)lower_store(engine, slot, store);
+    return true;
+}
+
 bool ladder_for_pass(Engine *engine, ModelSlot *slot, StoreSlot *store)
 {
     bool done;
 
     mailbox_allow(engine->mailbox, now_usec() + ENGINE_LOAD_ALLOWANCE_USEC);
-    done = fewer_rows(engine, slot) || lower_store(engine, slot, store) || stream_weights(engine, slot);
+    done = shrink_batch(engine, slot, store) || lower_store(engine, slot, store) || stream_weights(engine, slot);
     mailbox_allow(engine->mailbox, 0);
     return done;
 }
