@@ -151,7 +151,7 @@ bool random_check_lengths(Run *run)
 
 bool random_may_refuse(const Run *run, int r)
 {
-    return r == KV_E_HOST_MEMORY && run->config.host_budget_kib > 0;
+    return (r == KV_E_HOST_MEMORY && run->config.host_budget_kib > 0) || (r == KV_E_DEVICE_MEMORY && run->config.device_more_kib > 0);
 }
 
 static int expected_code(const Run *run, const Item *items, uint32_t n_items)

@@ -183,7 +183,7 @@ static void make_layers(RandomConfig *config, Random *random, bool wide)
 
 static void make_policy(RandomConfig *config, Random *random, bool unified_memory)
 {
-    static const uint32_t budgets_kib[] = {0, 0, 0, 300, 1200};
+    static const uint32_t budgets_kib[] = {0, 0, 0, 300, 1200}, device_kib[] = {0, 0, 0, 1, 200, 900};
 
     config->growth = random_below(random, 3) ? KV_GROWTH_DYNAMIC : KV_GROWTH_STATIC;
     config->home = random_below(random, 3) ? KV_HOME_HOST : KV_HOME_DEVICE;
@@ -191,6 +191,7 @@ static void make_policy(RandomConfig *config, Random *random, bool unified_memor
     config->n_slots = 1 + random_below(random, 4);
     config->tile_blocks = random_below(random, 4);
     config->host_budget_kib = budgets_kib[random_below(random, N_ELEMENTS(budgets_kib))];
+    config->device_more_kib = device_kib[random_below(random, N_ELEMENTS(device_kib))];
 }
 
 static void make_config(RandomConfig *config, Random *random, bool unified_memory, bool wide)
@@ -252,7 +253,7 @@ static void make_op(const RandomProgram *program, RandomOp *op, Random *random)
         RANDOM_PASS, RANDOM_PASS, RANDOM_PASS,       RANDOM_PASS, RANDOM_PASS, RANDOM_PASS, RANDOM_PASS,    RANDOM_ABORT, RANDOM_CROP,
         RANDOM_CROP, RANDOM_CROP, RANDOM_CHECKPOINT, RANDOM_FORK, RANDOM_FORK, RANDOM_FREE, RANDOM_REORDER, RANDOM_CLEAR,
         RANDOM_RECORD, RANDOM_RECORD, RANDOM_UNDO, RANDOM_UNDO, RANDOM_UNDO, RANDOM_SELECT,
-        RANDOM_MIGRATE,
+        RANDOM_MIGRATE, RANDOM_SAVE, RANDOM_RESTORE,
     };
 
     *op = (RandomOp){.kind = kinds[random_below(random, N_ELEMENTS(kinds))], .seed = random_below(random, 1 << 20)};
@@ -280,6 +281,11 @@ static void make_op(const RandomProgram *program, RandomOp *op, Random *random)
     case RANDOM_CROP:
         op->n_args = 1;
         op->args[0] = (RandomArg){some_sequence(random), random_below(random, random_below(random, 2) ? 12 : 150)};
+        break;
+    case RANDOM_SAVE:
+    case RANDOM_RESTORE:
+        op->n_args = 1;
+        op->args[0] = (RandomArg){some_sequence(random), random_below(random, RANDOM_MAX_IMAGES)};
         break;
     case RANDOM_FORK:
         op->n_args = 1;
@@ -321,7 +327,7 @@ static const char *const op_names[] = {
     [RANDOM_PASS] = "pass", [RANDOM_ABORT] = "abort", [RANDOM_CROP] = "crop",   [RANDOM_CHECKPOINT] = "checkpoint",
     [RANDOM_FORK] = "fork", [RANDOM_FREE] = "free",   [RANDOM_CLEAR] = "clear", [RANDOM_REORDER] = "reorder",
     [RANDOM_SELECT] = "select", [RANDOM_RECORD] = "record", [RANDOM_UNDO] = "undo",
-    [RANDOM_MIGRATE] = "migrate",
+    [RANDOM_MIGRATE] = "migrate", [RANDOM_SAVE] = "save", [RANDOM_RESTORE] = "restore",
 };
 
 void random_program_print(const RandomProgram *program, FILE *to)
@@ -329,9 +335,9 @@ void random_program_print(const RandomProgram *program, FILE *to)
     const RandomConfig *c = &program->config;
 
     fprintf(to, "config form %u exact %d calibrated %d growth %d home %d stay %d transfer %d slots %u tile %u tokens %u "
-                "sequences %u host-kib %u\n",
+                "sequences %u host-kib %u device-kib %u\n",
             c->form, c->exact, c->calibrated, (int)c->growth, (int)c->home,
-            c->only_non_sliding, (int)c->transfer, c->n_slots, c->tile_blocks, c->max_tokens, c->max_sequences, c->host_budget_kib);
+            c->only_non_sliding, (int)c->transfer, c->n_slots, c->tile_blocks, c->max_tokens, c->max_sequences, c->host_budget_kib, c->device_more_kib);
     for (uint32_t i = 0; i < c->n_layers; i++)
         fprintf(to, "layer %d window %u source %u shape %u form %u state %d\n", (int)c->layers[i].kind, c->layers[i].window,
                 c->layers[i].source, c->layers[i].shape, c->layers[i].form, c->layers[i].state);
@@ -350,11 +356,11 @@ static bool read_config(RandomConfig *c, const char *line)
     unsigned flags[3], axes[3];
     int n = sscanf(line,
                    "config form %u exact %u calibrated %u growth %u home %u stay %u transfer %u slots %u tile %u tokens %u "
-                   "sequences %u host-kib %u",
+                   "sequences %u host-kib %u device-kib %u",
                    &c->form, &flags[0], &flags[1], &axes[0], &axes[1], &flags[2], &axes[2], &c->n_slots,
-                   &c->tile_blocks, &c->max_tokens, &c->max_sequences, &c->host_budget_kib);
+                   &c->tile_blocks, &c->max_tokens, &c->max_sequences, &c->host_budget_kib, &c->device_more_kib);
 
-    if (n != 12 || c->max_tokens > RANDOM_MAX_TOKENS)
+    if (n != 13 || c->max_tokens > RANDOM_MAX_TOKENS)
         return false;
     c->exact = flags[0];
     c->calibrated = flags[1];
@@ -504,7 +510,7 @@ static bool smaller_args(Shrink *shrink)
             for (uint32_t less = shrink->best->ops[i].args[a].value / 2; less > 0; less /= 2) {
                 RandomProgram smaller = *shrink->best;
 
-                if (smaller.ops[i].kind == RANDOM_FORK || smaller.ops[i].kind == RANDOM_REORDER)
+                if (smaller.ops[i].kind != RANDOM_PASS && smaller.ops[i].kind != RANDOM_ABORT && smaller.ops[i].kind != RANDOM_CROP)
                     break;
                 smaller.ops[i].args[a].value -= less;
                 any = try(shrink, &smaller) || any;

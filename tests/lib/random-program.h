@@ -15,6 +15,7 @@
 #define RANDOM_MAX_OPS       80
 #define RANDOM_MAX_ROWS      256  /* of one pass */
 #define RANDOM_MAX_TOKENS    1024 /* of one sequence */
+#define RANDOM_MAX_IMAGES    2
 #define RANDOM_MAX_CROSS     200  /* of one encoder output */
 
 typedef struct Random {
@@ -54,6 +55,7 @@ typedef struct RandomConfig {
     KvTransfer transfer;
     uint32_t n_slots, tile_blocks, max_tokens, max_sequences;
     uint32_t host_budget_kib; /* 0: none */
+    uint32_t device_more_kib; /* budget beyond the least; 0: none */
 } RandomConfig;
 
 typedef enum RandomOpKind {
@@ -68,6 +70,8 @@ typedef enum RandomOpKind {
     RANDOM_SELECT,     /* sequences, and op.n rows of them: kv_caches_select() */
     RANDOM_RECORD,     /* sequence */
     RANDOM_UNDO,       /* sequences, op.n tokens of each: kv_caches_crop() */
+    RANDOM_SAVE,       /* sequence, image */
+    RANDOM_RESTORE,    /* sequence (replaced), image */
     RANDOM_MIGRATE,    /* everything, into a store with the policy that op.seed makes */
     RANDOM_OP_X_MAX,
 } RandomOpKind;

@@ -37,6 +37,12 @@ typedef struct States {
     uint8_t old_conv[CONV_BYTES], old_recurrent[RECURRENT_BYTES], new_conv[CONV_BYTES], new_recurrent[RECURRENT_BYTES];
 } States;
 
+/* A sequence in a file. */
+typedef struct Image {
+    int fd;
+    RefSequence *tokens; /* NULL: none */
+} Image;
+
 typedef struct Run {
     RandomWorld *world;
     RandomConfig config; /* the program's, until it migrates */
@@ -44,6 +50,7 @@ typedef struct Run {
     KvStore *store;
     uint64_t config_key;
     Sequence sequences[RANDOM_MAX_SEQUENCES];
+    Image images[RANDOM_MAX_IMAGES];
     States *states; /* (RANDOM_MAX_LAYERS, RANDOM_MAX_ARGS) */
     uint32_t op;
     RandomFailure *failure;
@@ -86,3 +93,12 @@ bool random_queue_layers(Run *run, KvPass *pass, uint32_t n_layers, const Item *
 bool random_run_items(Run *run, const Item *items, uint32_t n_items);
 /* Runs tokens again that going back has lost: as in the first run. */
 bool random_run_again(Run *run, Sequence *sequence, const uint32_t *ids, uint32_t end);
+
+void random_close(Sequence *sequence);
+void random_drop_image(Image *image);
+/* A store as the run's configuration says; -ENOTSUP when the cache refuses such layers. */
+int random_open_store(const Run *run, KvStore **ret, ErrorDetail *reterr);
+/* Operations. */
+bool random_migrate(Run *run, const RandomOp *op);
+bool random_save(Run *run, const RandomOp *op);
+bool random_restore(Run *run, const RandomOp *op);

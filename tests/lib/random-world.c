@@ -3,9 +3,6 @@
 
 #include "tests/lib/random-world-internal.h"
 
-#include "cache/kv-migrate.h"
-
-#include <math.h>
 #include <stdarg.h>
 #include <string.h>
 
@@ -75,72 +72,9 @@ bool random_failed(Run *run, const char *format, ...)
     return false;
 }
 
-/* ---- the store ------------------------------------------------------------------------------------------------------------------------ */
-
-/* What the store is told of the layers; forms in @forms. */
-static void describe_layers(const Run *run, KvForm *forms, KvLayer *ret)
-{
-    static const KvLayerKind kinds[] = {
-        [RANDOM_FULL] = KV_LAYER_FULL,   [RANDOM_SLIDING] = KV_LAYER_SLIDING, [RANDOM_CHUNKED] = KV_LAYER_CHUNKED,
-        [RANDOM_CROSS] = KV_LAYER_CROSS, [RANDOM_SHARED] = KV_LAYER_SHARED,   [RANDOM_NONE] = KV_LAYER_NONE,
-    };
-    const RandomConfig *c = &run->config;
-
-    for (uint32_t l = 0; l < c->n_layers; l++) {
-        const RandomLayer *layer = &c->layers[l];
-
-        forms[l] = random_form(random_form_of(c, l));
-        ret[l] = (KvLayer){
-            .kind = kinds[layer->kind],
-            .window = layer->window,
-            .source = layer->source,
-            .shape = random_shape(c, l),
-            .scale = 1.0f / sqrtf((float)random_shape(c, l).k_head_dim),
-            .inv_freq = reference_inv_freq(run->reference, l),
-            .form = layer->form > 0 ? &forms[l] : NULL,
-            .conv_bytes = layer->state ? CONV_BYTES : 0,
-            .recurrent_bytes = layer->state ? RECURRENT_BYTES : 0,
-        };
-    }
-}
-
-static int open_store(const Run *run, KvStore **ret, ErrorDetail *reterr)
-{
-    const RandomConfig *c = &run->config;
-    KvLayer layers[RANDOM_MAX_LAYERS];
-    KvForm forms[RANDOM_MAX_LAYERS];
-    KvPolicy policy = {
-        .strategy = KV_STRATEGY_DYNAMIC,
-        .growth = c->growth,
-        .home = c->home,
-        .offload_only_non_sliding = c->only_non_sliding,
-        .form = random_form(c->form),
-        .transfer = c->transfer,
-        .n_slots = c->n_slots,
-        .tile_blocks = c->tile_blocks,
-        .max_cache_tokens = c->max_tokens,
-        .host_budget_bytes = (uint64_t)c->host_budget_kib << 10,
-    };
-    KvModel model = {
-        .n_layers = c->n_layers,
-        .layers = layers,
-        .shape = random_shape(c, 0),
-        .inv_freq = reference_inv_freq(run->reference, 0),
-        .calibration = reference_calibration(run->reference),
-        .exact = c->exact,
-        .max_rows = RANDOM_MAX_ROWS,
-        .max_sequences = c->max_sequences,
-        .max_cross_tokens = random_has_cross(c) ? RANDOM_MAX_CROSS : 0,
-    };
-
-    describe_layers(run, forms, layers);
-    model.scale = 1.0f / sqrtf((float)model.shape.k_head_dim);
-    return kv_store_new(run->world->gpu, &model, &policy, ret, reterr);
-}
-
 /* ---- operations ------------------------------------------------------------------------------------------------------------------------ */
 
-static void close_sequence(Sequence *sequence)
+void random_close(Sequence *sequence)
 {
     (void)kv_cache_free(sequence->cache);
     (void)ref_sequence_free(sequence->tokens);
@@ -310,7 +244,7 @@ static bool op_fork(Run *run, const RandomOp *op)
 
     if (from == to || !from->cache)
         return true;
-    close_sequence(to);
+    random_close(to);
     return fork_sequence(run, from, to) && random_check_lengths(run);
 }
 
@@ -328,10 +262,10 @@ static bool op_reorder(Run *run, const RandomOp *op)
     }
     for (uint32_t a = 0; a < op->n_args; a++) {
         if (!good || !all) {
-            close_sequence(&made[a]);
+            random_close(&made[a]);
             continue;
         }
-        close_sequence(&run->sequences[op->args[a].sequence]);
+        random_close(&run->sequences[op->args[a].sequence]);
         run->sequences[op->args[a].sequence] = made[a];
     }
     return good && random_check_lengths(run);
@@ -378,7 +312,7 @@ static void scatter(Run *run, const RandomOp *op, KvCache **caches, RefSequence 
         if (place < RANDOM_MAX_SEQUENCES)
             run->sequences[place] = made;
         else
-            close_sequence(&made);
+            random_close(&made);
     }
 }
 
@@ -496,46 +430,6 @@ static bool op_clear(Run *run, const RandomOp *op)
     return kv_cache_clear(sequence->cache) == 0 ? random_check_lengths(run) : failed(run, "clear is refused");
 }
 
-/* Into a store of another policy; with the same forms that must be possible, and changes nothing. */
-static bool op_migrate(Run *run, const RandomOp *op)
-{
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    RandomConfig before = run->config;
-    KvStore *to = NULL;
-    bool same, refused, any = false;
-    int r;
-
-    for (uint32_t s = 0; s < RANDOM_MAX_SEQUENCES; s++)
-        any = any || run->sequences[s].cache;
-    if (!any)
-        return true;
-    random_policy_vary(&run->config, op->seed, gpu_info(run->world->gpu)->unified_memory);
-    same = random_config_key(&run->config) == run->config_key;
-    r = open_store(run, &to, &detail);
-    if (r)
-        return failed(run, "no store to migrate to: %d, %s", r, detail.text);
-    if (kv_store_is_same(run->store, to) != same)
-        return failed(run, "stores are%s the same", same ? " not" : "");
-    r = kv_store_migrate(run->store, to, false, &detail);
-    refused = random_may_refuse(run, r) || (r == -EINVAL && !same);
-    if (r && !refused)
-        return failed(run, "migration: %d, %s", r, detail.text);
-    if (!r && !same)
-        return failed(run, "migration between forms");
-    if (r) {
-        run->config = before;
-        (void)kv_store_free(to);
-        run->world->counts.refused++;
-        return random_check_lengths(run);
-    }
-    (void)kv_store_free(run->store);
-    run->store = to;
-    run->world->counts.migrations++;
-    for (uint32_t s = 0; s < RANDOM_MAX_SEQUENCES; s++)
-        run->sequences[s].recording = false;
-    return random_check_lengths(run);
-}
-
 static bool run_op(Run *run, const RandomOp *op)
 {
     if (op->n_args == 0)
@@ -560,11 +454,15 @@ static bool run_op(Run *run, const RandomOp *op)
     case RANDOM_UNDO:
         return op_undo(run, op);
     case RANDOM_MIGRATE:
-        return op_migrate(run, op);
+        return random_migrate(run, op);
+    case RANDOM_SAVE:
+        return random_save(run, op);
+    case RANDOM_RESTORE:
+        return random_restore(run, op);
     case RANDOM_CLEAR:
         return op_clear(run, op);
     case RANDOM_FREE:
-        close_sequence(&run->sequences[op->args[0].sequence]);
+        random_close(&run->sequences[op->args[0].sequence]);
         return random_check_lengths(run);
     case RANDOM_OP_X_MAX:
         break;
@@ -586,7 +484,7 @@ bool random_world_run(RandomWorld *world, const RandomProgram *program, RandomFa
     gpu_memory_used(world->gpu, before, &total_before);
     run.reference = reference_new(&program->config);
     run.states = zeroed((size_t)RANDOM_MAX_LAYERS * RANDOM_MAX_ARGS, sizeof(States));
-    r = open_store(&run, &run.store, &detail);
+    r = random_open_store(&run, &run.store, &detail);
     if (r == -ENOTSUP) {
         world->counts.unsupported++; /* refused by name */
     } else if (r) {
@@ -598,7 +496,9 @@ bool random_world_run(RandomWorld *world, const RandomProgram *program, RandomFa
             break;
         }
     for (uint32_t s = 0; s < RANDOM_MAX_SEQUENCES; s++)
-        close_sequence(&run.sequences[s]);
+        random_close(&run.sequences[s]);
+    for (uint32_t i = 0; i < RANDOM_MAX_IMAGES; i++)
+        random_drop_image(&run.images[i]);
     (void)kv_store_free(run.store);
     (void)reference_free(run.reference);
     free(run.states);

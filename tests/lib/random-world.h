@@ -17,7 +17,7 @@ typedef struct RandomFailure {
 } RandomFailure;
 
 typedef struct RandomCounts {
-    uint64_t programs, unsupported, operations, passes, rows, refused, reruns, undone, not_undone, migrations, states, bits_compared;
+    uint64_t programs, unsupported, operations, passes, rows, refused, reruns, undone, not_undone, migrations, restored, states, bits_compared;
     double worst_exact, worst_fast; /* distance from the reference, of the head's largest output */
 } RandomCounts;
 

@@ -151,9 +151,9 @@ static void print_counts(const RandomCounts *c)
 {
     printf("%" PRIu64 " programs (%" PRIu64 " of what is not supported), %" PRIu64 " operations, %" PRIu64 " passes, %" PRIu64 " rows\n",
            c->programs, c->unsupported, c->operations, c->passes, c->rows);
-    printf("%" PRIu64 " refused, %" PRIu64 " run again, %" PRIu64 " taken back, %" PRIu64 " not, %" PRIu64 " moved; %" PRIu64
+    printf("%" PRIu64 " refused, %" PRIu64 " run again, %" PRIu64 " taken back, %" PRIu64 " not, %" PRIu64 " moved, %" PRIu64 " restored; %" PRIu64
            " states, %" PRIu64 " outputs compared bit for bit\n",
-           c->refused, c->reruns, c->undone, c->not_undone, c->migrations, c->states, c->bits_compared);
+           c->refused, c->reruns, c->undone, c->not_undone, c->migrations, c->restored, c->states, c->bits_compared);
     printf("worst distance from the reference: %.2g of %.2g exact, %.2g of %.2g fast\n", c->worst_exact, RANDOM_TOLERANCE_EXACT,
            c->worst_fast, RANDOM_TOLERANCE_FAST);
 }

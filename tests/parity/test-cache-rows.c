@@ -56,7 +56,7 @@ static uint64_t play(Fixture *fixture, const Policy *policy, unsigned form, cons
     FILE *file;
 
     snprintf(text, sizeof(text),
-             "config form %u exact 1 calibrated 1 growth %u home %u stay %u transfer %u slots %u tile %u tokens 1024 sequences 4 host-kib 0\n"
+             "config form %u exact 1 calibrated 1 growth %u home %u stay %u transfer %u slots %u tile %u tokens 1024 sequences 4 host-kib 0 device-kib 0\n"
              "%s%s",
              form, policy->growth, policy->home, policy->stay, policy->transfer, policy->slots, policy->tile, layers, operations);
     file = fmemopen(text, strlen(text), "r");
