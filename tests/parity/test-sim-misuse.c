@@ -381,7 +381,61 @@ static void works_without_order_or_barrier(void)
     work_without_order(false);
 }
 
+/* A kernel of a program that comes from its binary reads a buffer while a copy reads it too. */
+static void reads_beside_a_copy_down(void)
+{
+    static cl_int host[N_INTS];
+    unsigned char *binary;
+    const unsigned char *given;
+    cl_program program;
+    cl_mem slot, result;
+    cl_kernel sum;
+    SimWorld world;
+    size_t size;
+    cl_int n = N_INTS, status;
+
+    sim_world_open(&world);
+    CHECK(clGetProgramInfo(world.program, CL_PROGRAM_BINARY_SIZES, sizeof(size), &size, NULL) == CL_SUCCESS);
+    binary = malloc(size);
+    CHECK(binary && clGetProgramInfo(world.program, CL_PROGRAM_BINARIES, sizeof(binary), &binary, NULL) == CL_SUCCESS);
+    given = binary;
+    program = clCreateProgramWithBinary(world.context, 1, &world.device, &size, &given, NULL, &status);
+    CHECK(status == CL_SUCCESS && clBuildProgram(program, 1, &world.device, "", NULL, NULL) == CL_SUCCESS);
+    sum = clCreateKernel(program, "sum", &status);
+    CHECK(status == CL_SUCCESS);
+    slot = sim_world_buffer(&world, N_BYTES);
+    result = sim_world_buffer(&world, sizeof(cl_int));
+    CHECK(clSetKernelArg(sum, 0, sizeof(slot), &slot) == CL_SUCCESS && clSetKernelArg(sum, 1, sizeof(result), &result) == CL_SUCCESS);
+    CHECK(clSetKernelArg(sum, 2, sizeof(n), &n) == CL_SUCCESS);
+    CHECK(clEnqueueReadBuffer(world.b, slot, CL_FALSE, 0, N_BYTES, host, 0, NULL, NULL) == CL_SUCCESS);
+    CHECK(clEnqueueNDRangeKernel(world.a, sum, 1, NULL, &(size_t){1}, &(size_t){1}, 0, NULL, NULL) == CL_SUCCESS);
+    CHECK(clFinish(world.a) == CL_SUCCESS && clFinish(world.b) == CL_SUCCESS);
+    CHECK(clReleaseMemObject(result) == CL_SUCCESS && clReleaseMemObject(slot) == CL_SUCCESS);
+    CHECK(clReleaseKernel(sum) == CL_SUCCESS && clReleaseProgram(program) == CL_SUCCESS);
+    free(binary);
+    sim_world_close(&world);
+}
+
+/* A copy into a tenth of a buffer that a kernel reads. */
+static void fills_a_part_beside_a_kernel(void)
+{
+    static char host[4096];
+    cl_mem arena, result;
+    SimWorld world;
+
+    sim_world_open(&world);
+    arena = sim_world_buffer(&world, 10 * sizeof(host));
+    result = sim_world_buffer(&world, sizeof(cl_int));
+    CHECK(clEnqueueWriteBuffer(world.b, arena, CL_FALSE, 8 * sizeof(host), sizeof(host), host, 0, NULL, NULL) == CL_SUCCESS);
+    CHECK(sim_world_sum(&world, world.a, arena, result, 1024, 0, NULL, NULL) == CL_SUCCESS);
+    CHECK(clFinish(world.a) == CL_SUCCESS && clFinish(world.b) == CL_SUCCESS);
+    CHECK(clReleaseMemObject(result) == CL_SUCCESS && clReleaseMemObject(arena) == CL_SUCCESS);
+    sim_world_close(&world);
+}
+
 static const SimScenario scenarios[] = {
+    {"reads_beside_a_copy_down", reads_beside_a_copy_down},
+    {"fills_a_part_beside_a_kernel", fills_a_part_beside_a_kernel},
     {"streams_well", streams_well},
     {"reads_a_slot_that_is_being_filled", reads_a_slot_that_is_being_filled},
     {"fills_a_slot_that_is_being_read", fills_a_slot_that_is_being_read},
@@ -502,6 +556,48 @@ static void sim_queues_without_order(void **state)
     sim_rig_run_to("works_without_order_or_barrier", CHECKED, 99, "race: clEnqueueNDRangeKernel #1 add writes buffer");
 }
 
+static void sim_arguments_of_binaries_are_remembered(void **state)
+{
+    char folder[] = "/tmp/test-sim-XXXXXX", settings[256];
+
+    (void)state;
+    sim_rig_run_to("reads_beside_a_copy_down", CHECKED, 99, "race: clEnqueueNDRangeKernel #1 sum writes buffer");
+    assert_non_null(mkdtemp(folder));
+    (void)snprintf(settings, sizeof(settings), CHECKED " CLSIM_ARGUMENTS=%s", folder);
+    sim_rig_run_well("reads_beside_a_copy_down", settings);
+    (void)snprintf(settings, sizeof(settings), "rm -r %s", folder);
+    assert_int_equal(system(settings), 0);
+}
+
+static void sim_parts_may_be_taken_as_apart(void **state)
+{
+    (void)state;
+    sim_rig_run_to("fills_a_part_beside_a_kernel", CHECKED, 99, "race: clEnqueueNDRangeKernel #1 sum reads buffer");
+    sim_rig_run_to("fills_a_part_beside_a_kernel", CHECKED " CLSIM_PART=10", 99, "race: clEnqueueNDRangeKernel #1 sum reads buffer");
+    sim_rig_run_well("fills_a_part_beside_a_kernel", CHECKED " CLSIM_PART=9");
+}
+
+static void sim_settings_come_from_a_file_and_counts_go_to_one(void **state)
+{
+    char config[] = "/tmp/test-sim-XXXXXX", counts[] = "/tmp/test-sim-XXXXXX", settings[256], text[4096] = "";
+    int config_fd = mkstemp(config), counts_fd = mkstemp(counts);
+    ssize_t n;
+
+    (void)state;
+    assert_true(config_fd >= 0 && counts_fd >= 0);
+    assert_true(dprintf(config_fd, "# settings\n\ncheck = release\n misuse= 55\ncounts = %s\n", counts) > 0);
+    (void)snprintf(settings, sizeof(settings), "CLSIM_CONFIG=%s", config);
+    sim_rig_run_to("releases_twice", settings, 55, "over-release");
+    (void)snprintf(settings, sizeof(settings), "CLSIM_CONFIG=%s CLSIM_MISUSE=report", config);
+    sim_rig_run_to("releases_twice", settings, EXIT_SUCCESS, "over-release");
+    n = read(counts_fd, text, sizeof(text) - 1);
+    (void)close(config_fd);
+    (void)close(counts_fd);
+    (void)unlink(config);
+    (void)unlink(counts);
+    assert_true(n > 0 && strstr(text, "clReleaseMemObject 2\n") && strstr(text, "clCreateBuffer 1\n"));
+}
+
 static void sim_misuse_can_abort_and_go_to_a_file(void **state)
 {
     char path[] = "/tmp/test-sim-XXXXXX", settings[256], text[256] = "";
@@ -533,10 +629,14 @@ int main(int argc, char **argv)
         cmocka_unit_test(sim_objects_left_at_exit),
         cmocka_unit_test(sim_mapped_buffer_used_by_a_kernel),
         cmocka_unit_test(sim_queues_without_order),
+        cmocka_unit_test(sim_arguments_of_binaries_are_remembered),
+        cmocka_unit_test(sim_parts_may_be_taken_as_apart),
+        cmocka_unit_test(sim_settings_come_from_a_file_and_counts_go_to_one),
         cmocka_unit_test(sim_misuse_can_abort_and_go_to_a_file),
     };
 
     if (sim_rig_is_scenario(argc, argv, scenarios, sizeof(scenarios) / sizeof(*scenarios)))
         return EXIT_SUCCESS;
+    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

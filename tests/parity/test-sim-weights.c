@@ -9,9 +9,9 @@
 #include "tests/lib/sim-rig.h"
 #include "tests/sim/clsim.h"
 
-/* CLSIM_WHOLE=0: pages of a cache at home on the device are written beside those that a kernel reads. */
+/* CLSIM_PART=1: pages of a cache at home on the device are written beside those that a kernel reads. */
 #define DEVICE                                                                                                                          \
-    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=1G CLSIM_POISON=1 CLSIM_WHOLE=0 " \
+    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=1G CLSIM_POISON=1 CLSIM_PART=1 "  \
     "CLSIM_CHECK=all CLSIM_MISUSE=71 "
 
 enum { N_VOCAB = 320, N_PROMPT = 60, N_STEPS = 10 };

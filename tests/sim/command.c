@@ -92,6 +92,7 @@ void command_access(SimCommand *command, SimMem *mem, uint64_t begin, uint64_t b
         return;
     }
     command->accesses[command->n_accesses].mem = mem;
+    command->accesses[command->n_accesses].may_read_only = false;
     command->accesses[command->n_accesses].begin = begin + (mem ? memory_origin(mem) : 0);
     command->accesses[command->n_accesses].end = begin + bytes + (mem ? memory_origin(mem) : 0);
     command->accesses[command->n_accesses++].writes = writes;
@@ -113,8 +114,9 @@ static void note_accesses(const SimCommand *command, const SimEvent *event)
         char name[64];
 
         memcpy(access.label, event->label, sizeof(access.label));
-        access.is_kernel = *event->label != '\0';
-        access.is_part = mem && !access.is_kernel && access.end - access.begin < memory_root(mem)->bytes;
+        access.may_read_only = command->accesses[i].may_read_only;
+        access.is_part = mem && sim.config.part > 0 && *event->label == '\0' &&
+                         (double)(access.end - access.begin) * sim.config.part < (double)memory_root(mem)->bytes;
         if (mem) {
             memory_name(mem, name, sizeof(name));
             order_access(&memory_root(mem)->accesses, &event->stamp, access, name);

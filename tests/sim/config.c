@@ -185,8 +185,8 @@ static bool set(SimConfig *config, const char *key, const char *value)
         return set_text(value, &config->counts);
     if (strcmp(key, "arguments") == 0)
         return set_text(value, &config->arguments);
-    if (strcmp(key, "whole") == 0)
-        return set_flag(value, &config->whole);
+    if (strcmp(key, "part") == 0)
+        return config_number(value, &config->part);
     if (strcmp(key, "verbose") == 0)
         return set_flag(value, &config->verbose);
     if (strcmp(key, "fault") == 0)
@@ -264,7 +264,7 @@ bool config_load(SimConfig *config)
     const char *path = getenv("CLSIM_CONFIG");
     bool good;
 
-    *config = (SimConfig){.n_engines = 2, .whole = true, .log_fd = STDERR_FILENO};
+    *config = (SimConfig){.n_engines = 2, .log_fd = STDERR_FILENO};
     good = !path || load_file(config, path);
     return load_environment(config) && good;
 }

@@ -339,7 +339,7 @@ static cl_int note_argument(SimCommand *command, const SimKernel *kernel, cl_uin
 {
     const SimArgument *argument = &kernel->arguments[index];
     SimMem *mem;
-    bool released, mapped;
+    bool released, mapped, reads_only;
 
     sim_lock();
     mem = (SimMem *)object_ref_locked(object_find_locked(SIM_MEM, argument->buffer));
@@ -356,7 +356,10 @@ static cl_int note_argument(SimCommand *command, const SimKernel *kernel, cl_uin
         object_unref(mem ? &mem->object : NULL);
         return CL_INVALID_KERNEL_ARGS;
     }
-    command_access(command, mem, 0, mem->bytes, !(argument->is_const || mem->flags & CL_MEM_READ_ONLY));
+    reads_only = argument->is_const || mem->flags & CL_MEM_READ_ONLY;
+    command_access(command, mem, 0, mem->bytes, !reads_only);
+    if (command->n_accesses > 0)
+        command->accesses[command->n_accesses - 1].may_read_only = reads_only || !argument->told;
     return CL_SUCCESS;
 }
 

@@ -105,10 +105,10 @@ static void report_race(const SimAccess *earlier, const SimAccess *later, const 
                   earlier->label, earlier->writes ? "writes" : "reads");
 }
 
-/* A kernel that has a buffer as an argument may use a part of it: with CLSIM_WHOLE=0 that is believed when the other uses a part. */
+/* A kernel that reads a buffer may read another part of it than a copy of a small part writes. */
 static bool may_be_apart(const SimAccess *a, const SimAccess *b)
 {
-    return !sim.config.whole && ((a->is_kernel && b->is_part) || (b->is_kernel && a->is_part) || (a->is_kernel && b->is_kernel));
+    return (a->may_read_only && b->is_part) || (b->may_read_only && a->is_part);
 }
 
 /* Whether an access need no longer be kept once @later is: whoever meets it meets @later too, or it is over for everybody. */
@@ -116,8 +116,8 @@ static bool is_covered(const SimAccess *earlier, const SimAccess *later, bool or
 {
     if (order_is_seen(earlier->chain, earlier->at))
         return true;
-    if (later->is_kernel && !earlier->is_kernel && !sim.config.whole)
-        return false;
+    if (*later->label && earlier->is_part)
+        return false; /* it may not use what the earlier one does */
     return ordered && later->begin <= earlier->begin && later->end >= earlier->end && (later->writes || !earlier->writes);
 }
 

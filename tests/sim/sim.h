@@ -97,7 +97,7 @@ typedef struct SimConfig {
     int exit_code;             /* when something was misused; 0: the program's own */
     int log_fd;
     bool verbose;
-    bool whole;                /* a kernel is taken to use all of a buffer, even where a copy uses a part */
+    double part;               /* a copy into less than 1/part of a buffer and a kernel that reads it are apart; 0: never */
     char *counts;              /* file for the numbers of calls, or NULL */
     char *arguments;           /* folder for what is known of the kernels in program binaries, or NULL */
 } SimConfig;
@@ -198,8 +198,8 @@ typedef struct SimStamp {
 typedef struct SimAccess {
     uint64_t begin, end;
     bool writes;
-    bool is_part;       /* of its buffer, exactly; */
-    bool is_kernel;     /* or at most this, by a kernel */
+    bool is_part;       /* a small part of its buffer, exactly; … */
+    bool may_read_only; /* … or some of this, by a kernel that is not known to write */
     int chain;
     uint64_t at;
     unsigned function;
@@ -423,7 +423,7 @@ typedef struct SimCommand {
     struct {
         SimMem *mem; /* ref; NULL: host memory */
         uint64_t begin, end;
-        bool writes;
+        bool writes, may_read_only;
     } accesses[SIM_N_ACCESSES];
     size_t n_accesses;
 } SimCommand;
