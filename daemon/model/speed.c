@@ -14,7 +14,12 @@
 #define PROBE_MIN_BYTES (UINT64_C(1) << 16)
 #define PROBE_ROWS      256
 #define PROBE_PAST      1024 /* tokens of the past at the second measurement */
-#define PROBE_STEPS     9    /* the median of so many tokens counts */
+/* The quickest of some counts, because facts are kept and what disturbed one measurement should not be: it ends when so many in a row were
+ * not quicker by a fiftieth, or when there were so many in all. */
+#define PROBE_CALM       10
+#define PROBE_STEPS      80
+#define PROBE_CALM_CHUNK 2
+#define PROBE_CHUNKS     8
 #define PROBE_KEY_BYTES 600
 
 /* The version counts changes of what is measured. */
@@ -164,7 +169,7 @@ static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit,
     policy.home = KV_HOME_DEVICE;
     policy.growth = KV_GROWTH_DYNAMIC;
     policy.transfer = KV_TRANSFER_AUTO;
-    policy.max_cache_tokens = PROBE_PAST + 2 * PROBE_ROWS;
+    policy.max_cache_tokens = PROBE_PAST + PROBE_ROWS + 2 * (PROBE_STEPS + 2);
     policy.device_budget_bytes = 0;
     r = new_model(probe, file, &options, n_layers, head_bytes, reterr);
     if (!r)
@@ -188,17 +193,20 @@ static double seconds_now(void)
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static int compare_doubles(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
+/* The quickest measurement so far. */
+typedef struct Quickest {
+    double seconds;
+    uint32_t n, n_calm; /* in all; since it was last beaten */
+} Quickest;
 
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, size_t n)
+/* True when that is enough. */
+static bool quickest_add(Quickest *quickest, double seconds, uint32_t calm, uint32_t most)
 {
-    qsort(values, n, sizeof(*values), compare_doubles);
-    return values[n / 2];
+    bool better = quickest->n == 0 || seconds < quickest->seconds * 0.98;
+
+    quickest->n_calm = better ? 0 : quickest->n_calm + 1;
+    quickest->seconds = quickest->n == 0 ? seconds : MIN(quickest->seconds, seconds);
+    return ++quickest->n >= most || quickest->n_calm >= calm;
 }
 
 static int time_pass(Probe *probe, uint32_t n_rows, bool logits, double *ret, ErrorDetail *reterr)
@@ -214,12 +222,17 @@ static int time_pass(Probe *probe, uint32_t n_rows, bool logits, double *ret, Er
 /* Tokens from here on; the first two wake the device. */
 static int time_tokens(Probe *probe, double *ret, ErrorDetail *reterr)
 {
-    double seconds[PROBE_STEPS + 2];
+    Quickest quickest = {0, 0, 0};
+    double seconds = 0;
+    bool enough = false;
     int r = 0;
 
-    for (size_t i = 0; i < N_ELEMENTS(seconds) && !r; i++)
-        r = time_pass(probe, 1, true, &seconds[i], reterr);
-    *ret = r ? 0 : median(seconds + 2, PROBE_STEPS);
+    for (uint32_t i = 0; !enough && !r; i++) {
+        r = time_pass(probe, 1, true, &seconds, reterr);
+        if (i >= 2)
+            enough = quickest_add(&quickest, seconds, PROBE_CALM, PROBE_STEPS);
+    }
+    *ret = quickest.seconds;
     return r;
 }
 
@@ -233,15 +246,18 @@ static int time_model(Probe *probe, uint32_t context, Times *ret, ErrorDetail *r
 {
     uint32_t rows = probe->model->options.max_rows, most = context > 32 ? context - 32 : 0, room = MIN(most, (uint32_t)PROBE_PAST);
     Times times = {0};
-    double seconds[3];
+    Quickest quickest = {0, 0, 0};
+    double seconds = 0;
+    bool enough = false;
     int r = 0;
 
-    for (size_t i = 0; i < N_ELEMENTS(seconds) && !r; i++) {
-        r = time_pass(probe, rows, false, &seconds[i], reterr);
+    while (!enough && !r) {
+        r = time_pass(probe, rows, false, &seconds, reterr);
         if (!r)
             r = model_fold_kv(kv_cache_clear(probe->cache));
+        enough = quickest_add(&quickest, seconds, PROBE_CALM_CHUNK, PROBE_CHUNKS);
     }
-    times.chunk = r ? 0 : median(seconds, N_ELEMENTS(seconds));
+    times.chunk = quickest.seconds;
     if (!r)
         r = time_tokens(probe, &times.token, reterr);
     while (!r && kv_cache_length(probe->cache) + rows <= room) {

@@ -7,9 +7,11 @@
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
 
+#include <jansson.h>
+
 #define N_VOCAB 320
 
-static char tied[4096];
+static char tied[4096], state_dir[] = "/tmp/leat-ladder-XXXXXX";
 
 static EngineModel tiny(KvStrategy strategy)
 {
@@ -32,6 +34,7 @@ static Talk *start(const EngineModel *model, uint64_t bytes)
     EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .matches = &match, .n_matches = bytes > 0},
                              .models = model,
                              .n_models = 1,
+                             .state_dir = state_dir, /* measured once */
                              .watchdog_usec = 60000000};
 
     return talk_new(&options);
@@ -80,6 +83,26 @@ static uint64_t used_bytes(const Talk *talk)
     return device.total_used_bytes;
 }
 
+/* What Estimate says before loading is what the allocator shows after it. */
+static void check_estimate(Talk *talk)
+{
+    EngineEvent *reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_ESTIMATE, .model = "m", .n = -1});
+    json_t *json;
+    uint64_t job;
+
+    assert_int_equal(reply->result, ENGINE_RESULT_DONE);
+    json = json_loads(reply->json, 0, NULL);
+    assert_non_null(json);
+    assert_int_equal(engine_load(talk->engine, 1, "m", &job), 0);
+    if (talk_wait(talk, job)->result == ENGINE_RESULT_DONE) {
+        assert_true(json_is_true(json_object_get(json, "fits")));
+        assert_int_equal(json_integer_value(json_object_get(json, "device-bytes")), used_bytes(talk));
+    } else {
+        assert_true(json_is_false(json_object_get(json, "fits")));
+    }
+    json_decref(json);
+}
+
 /* ---- at load ---------------------------------------------------------------------------------------------------------------- */
 
 static void on_any_device_that_serves_it_the_ids_are_the_same(void **state)
@@ -101,6 +124,7 @@ static void on_any_device_that_serves_it_the_ids_are_the_same(void **state)
             Talk *small = start(&model, bytes);
             uint64_t again[3];
 
+            check_estimate(small);
             generate(small, 2, 300, 40, again);
             if (small->seen[again[0]].result == ENGINE_RESULT_OUT_OF_DEVICE_MEMORY) {
                 print_message("%llu bytes: %s\n", (unsigned long long)bytes, small->seen[again[0]].detail.text);
@@ -180,7 +204,16 @@ static int setup(void **state)
 {
     (void)state;
     rig_path("tiny-llama-tied.gguf", tied, sizeof(tied));
-    return 0;
+    return mkdtemp(state_dir) ? 0 : -1;
+}
+
+static int teardown(void **state)
+{
+    char command[64];
+
+    (void)state;
+    (void)snprintf(command, sizeof(command), "rm -r %s", state_dir);
+    return system(command);
 }
 
 int main(void)
@@ -192,5 +225,5 @@ int main(void)
     };
 
     cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
-    return cmocka_run_group_tests(tests, setup, NULL);
+    return cmocka_run_group_tests(tests, setup, teardown);
 }
