@@ -192,7 +192,7 @@ static void wrong_requests_are_refused_and_change_nothing(void **state)
 static void cancel_takes_effect_at_every_token(void **state)
 {
     Talk *talk = start_one();
-    EngineRequest request = raw_request("m", "Tell me", 60);
+    EngineRequest request = raw_request("m", "Tell me", 600);
 
     (void)state;
     request.want_ids = true;
@@ -207,8 +207,8 @@ static void cancel_takes_effect_at_every_token(void **state)
         talk_wait(talk, job);
         assert_int_equal(seen->result, ENGINE_RESULT_CANCELLED);
         assert_string_equal(seen->usage.stop_reason, "cancelled");
-        assert_memory_equal(seen->text, expected_text("Tell me", 60, (char[64]){0}), seen->n_text);
-        assert_true(seen->n_ids < 60);
+        assert_memory_equal(seen->text, expected_text("Tell me", 600, (char[1024]){0}), seen->n_text);
+        assert_true(seen->n_ids < 600);
     }
     talk_stop(talk);
 }
