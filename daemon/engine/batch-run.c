@@ -112,9 +112,10 @@ static uint32_t cached(const BatchSequence *sequence)
 /* Begins where somebody else was; false: nobody was. */
 static bool fork_prefix(Job *job, BatchPrompt *prompt, BatchSequence *sequence)
 {
-    size_t common =
-        prefixes_fork(&job->batch->store->prefixes, job->owner, prompt->ids.ids, prompt->ids.n, &sequence->cache);
+    size_t common = 0;
 
+    if (job->batch->policy.strategy != KV_STRATEGY_NONE)
+        common = prefixes_fork(&job->batch->store->prefixes, job->owner, prompt->ids.ids, prompt->ids.n, &sequence->cache);
     if (common >= PREFIXES_MIN_TOKENS)
         prompt->fork_tokens = MAX(prompt->fork_tokens, (uint32_t)common);
     if (!sequence->cache)
@@ -267,7 +268,7 @@ static void leave_past(const Job *job, const BatchPrompt *prompt, const BatchSeq
 {
     uint32_t n = cached(sequence), max = job->slot->config.n_prefixes;
 
-    if (prompt->n_steps > 0 || max == 0)
+    if (prompt->n_steps > 0 || max == 0 || job->batch->policy.strategy == KV_STRATEGY_NONE)
         return;
     /* Without a checkpoint less can be reused one day; nothing else. */
     if (n == prompt->fork_tokens || n == prompt->ids.n)
@@ -320,6 +321,8 @@ static int take_steps(Engine *engine, Job *job, ErrorDetail *reterr)
         note_bytes(job);
         job_set_state(job, engine->mailbox, ENGINE_JOB_DECODING);
         r = batch_step(batch, prompt, reterr);
+        if (batch->policy.strategy == KV_STRATEGY_NONE)
+            batch_clear_caches(batch, prompt);
     }
     return r;
 }

@@ -98,6 +98,13 @@ void batch_drop_caches(Batch *batch)
     batch->store = NULL;
 }
 
+void batch_clear_caches(Batch *batch, BatchPrompt *prompt)
+{
+    for (uint32_t i = 0; i < batch->n_sequences && prompt->sequences; i++)
+        if (prompt->sequences[i].cache)
+            (void)kv_cache_clear(prompt->sequences[i].cache);
+}
+
 bool batch_has_cache(const Batch *batch)
 {
     for (size_t p = 0; p < batch->n_prompts; p++)

@@ -69,6 +69,8 @@ DEFINE_CLEANUP(Batch, batch_free)
 
 /* Forgets all caches, keeps the ids. */
 void batch_drop_caches(Batch *batch);
+/* Empties those of a prompt: each of its sequences runs all that it has again. */
+void batch_clear_caches(Batch *batch, BatchPrompt *prompt);
 bool batch_has_cache(const Batch *batch);
 /* Sums over all caches; pages that forks share count once, about. */
 void batch_bytes(const Batch *batch, KvBytes *ret);

@@ -110,6 +110,33 @@ static void beams_say_the_same_under_every_policy_and_in_passes_of_any_size(void
         talk_free(talks[i]);
 }
 
+static void without_a_cache_they_say_the_same(void **state)
+{
+    Talk *with, *without;
+    EngineRequest request;
+    int32_t ids[70];
+
+    (void)state;
+    rig_random_ids(27, 256, ids, N_ELEMENTS(ids));
+    request = beam_ids_request("m", ids, N_ELEMENTS(ids), 8, 4, 4);
+    request.sampling.ignore_eos = true;
+    for (int beams = 1; beams >= 0; beams--) {
+        EngineModel model = tiny("m", tied, KV_STRATEGY_DYNAMIC, false, 3);
+
+        if (!beams) { /* draws */
+            request.sampling.num_beams = 1;
+            request.sampling.temperature = 1;
+            request.sampling.seed = 5;
+        }
+        with = start(&model, 1);
+        model.policy = kv_policy_preset(KV_STRATEGY_NONE, false);
+        without = start(&model, 1);
+        expect_same(beam_run(with, &request), beam_run(without, &request));
+        talk_free(with);
+        talk_free(without);
+    }
+}
+
 static uint64_t cache_bytes(const Talk *talk)
 {
     EngineDeviceStatus device;
@@ -332,6 +359,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(beams_are_those_of_transformers),
         cmocka_unit_test(beams_say_the_same_under_every_policy_and_in_passes_of_any_size),
+        cmocka_unit_test(without_a_cache_they_say_the_same),
         cmocka_unit_test(forty_beams_on_a_device_that_holds_a_few_return_what_the_big_device_returns),
         cmocka_unit_test(beams_that_outgrow_the_device_move_and_return_what_the_big_device_returns),
         cmocka_unit_test(a_prompt_that_was_run_before_is_not_run_again),
