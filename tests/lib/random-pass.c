@@ -293,6 +293,69 @@ bool random_run_items(Run *run, const Item *items, uint32_t n_items)
     return random_check_lengths(run);
 }
 
+static uint32_t cross_id(uint32_t seed, uint32_t position)
+{
+    return (uint32_t)(random_mix(seed + 77, position) & 0xffffff);
+}
+
+static bool queue_cross(Run *run, KvPass *pass, uint32_t seed, uint32_t first, uint32_t n)
+{
+    RandomWorld *world = run->world;
+
+    for (uint32_t l = 0; l < run->config.n_layers; l++) {
+        uint32_t width = reference_cross_values(run->reference, l);
+        ErrorDetail detail = ERROR_DETAIL_NULL;
+        int r;
+
+        if (width == 0)
+            continue;
+        for (uint32_t t = 0; t < n; t++)
+            reference_cross_row(run->reference, l, cross_id(seed, first + t), first + t, world->qkv_memory[l] + (size_t)t * width);
+        must(gpu_upload(world->gpu, GPU_QUEUE_COMPUTE, world->qkv[l], 0, world->qkv_memory[l], (uint64_t)n * width * sizeof(float),
+                        GPU_WAIT_NONE, "random cross", NULL),
+             "upload");
+        r = kv_cross_layer(pass, l, world->qkv[l], &detail);
+        if (r)
+            return failed(run, "encoder output of layer %u: %d, %s", l, r, detail.text);
+    }
+    return true;
+}
+
+bool random_run_cross(Run *run, Sequence *sequence, uint32_t seed, bool *ret_there)
+{
+    uint32_t total = 1 + seed % RANDOM_MAX_CROSS;
+
+    *ret_there = true;
+    while (sequence->tokens->n_cross < total) {
+        uint32_t first = sequence->tokens->n_cross;
+        KvPassItem item = {sequence->cache, first == 0 ? (total + 1) / 2 : total - first};
+        ErrorDetail detail = ERROR_DETAIL_NULL;
+        KvPass *pass;
+        int r;
+
+        must(gpu_step_begin(run->world->gpu), "step");
+        r = kv_cross_begin(run->store, &item, 1, &pass, &detail);
+        if (random_may_refuse(run, r)) {
+            *ret_there = false;
+            return true;
+        }
+        if (r)
+            return failed(run, "a pass of encoder output begins with %d: %s", r, detail.text);
+        if (!queue_cross(run, pass, seed, first, item.n_tokens)) {
+            (void)kv_pass_abort(pass);
+            return false;
+        }
+        must(gpu_step_finish(run->world->gpu, STEP_USEC, NULL), "finish");
+        must(kv_pass_commit(pass), "commit");
+        for (uint32_t t = 0; t < item.n_tokens; t++)
+            ref_sequence_append_cross(sequence->tokens, cross_id(seed, first + t));
+        if (kv_cache_cross_length(sequence->cache) != sequence->tokens->n_cross)
+            return failed(run, "%u tokens of encoder output, must be %u", kv_cache_cross_length(sequence->cache),
+                          sequence->tokens->n_cross);
+    }
+    return true;
+}
+
 bool random_run_again(Run *run, Sequence *sequence, const uint32_t *ids, uint32_t end)
 {
     while (sequence->tokens->n_tokens < end) {

@@ -93,6 +93,8 @@ bool random_queue_layers(Run *run, KvPass *pass, uint32_t n_layers, const Item *
 bool random_run_items(Run *run, const Item *items, uint32_t n_items);
 /* Runs tokens again that going back has lost: as in the first run. */
 bool random_run_again(Run *run, Sequence *sequence, const uint32_t *ids, uint32_t end);
+/* Encoder output of a sequence that has none, in two passes; *@ret_there is false when memory is refused for it. */
+bool random_run_cross(Run *run, Sequence *sequence, uint32_t seed, bool *ret_there);
 
 void random_close(Sequence *sequence);
 void random_drop_image(Image *image);

@@ -89,7 +89,7 @@ static void forget_record(Sequence *sequence)
 }
 
 /* Makes it when it is not there, with encoder output where the layers need that; *@ret_there is false when memory is refused. */
-static bool open_sequence(Run *run, Sequence *sequence, bool *ret_there)
+static bool open_sequence(Run *run, Sequence *sequence, uint32_t seed, bool *ret_there)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
     int r;
@@ -106,6 +106,12 @@ static bool open_sequence(Run *run, Sequence *sequence, bool *ret_there)
         sequence->tokens = ref_sequence_new(run->reference);
     }
     *ret_there = true;
+    if (!random_has_cross(&run->config) || sequence->tokens->n_cross > 0)
+        return true;
+    if (!random_run_cross(run, sequence, seed, ret_there))
+        return false;
+    if (!*ret_there)
+        random_close(sequence);
     return true;
 }
 
@@ -121,7 +127,7 @@ static bool make_items(Run *run, const RandomOp *op, uint32_t *ids, Item *items,
 
         if (op->args[a].value == 0 || row + op->args[a].value > RANDOM_MAX_ROWS)
             continue;
-        if (!open_sequence(run, sequence, &there))
+        if (!open_sequence(run, sequence, op->seed, &there))
             return false;
         if (!there)
             continue;

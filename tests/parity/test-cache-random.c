@@ -190,6 +190,8 @@ static void random_programs_agree_with_the_reference_and_with_each_other(void **
     }
     print_counts(random_world_counts(fixture->world));
     assert_true(random_world_counts(fixture->world)->bits_compared > 0);
+    if (!wide)
+        assert_int_equal(random_world_counts(fixture->world)->unsupported, 0);
 }
 
 static char *text_of(const RandomProgram *program)

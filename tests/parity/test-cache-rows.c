@@ -24,10 +24,13 @@ typedef struct Fixture {
 #define HYBRID  "layer 0 window 0 source 0 shape 0 form 0 state 1\n"
 #define SLIDING "layer 1 window 33 source 0 shape 0 form 0 state 0\n"
 #define CHUNKED "layer 2 window 33 source 0 shape 0 form 0 state 0\n"
+#define CROSS   "layer 3 window 0 source 0 shape 0 form 0 state 0\n"
 #define SHARED  "layer 4 window 0 source 0 shape 0 form 0 state 0\n"
 #define LINEAR  "layer 5 window 0 source 0 shape 0 form 0 state 1\n"
 
 static const char *const all_kinds[] = {FULL, HYBRID FULL, FULL SHARED LINEAR, SLIDING FULL, CHUNKED SLIDING, LINEAR HYBRID SLIDING};
+/* Encoder output is another one for each pass that opens a sequence, so these are not for rows that open one again. */
+static const char *const with_cross[] = {CROSS FULL, FULL CROSS SLIDING};
 
 /* The numbers of random_form(). */
 enum { LEAT, F16, F32, N_FORMS };
@@ -42,8 +45,6 @@ static const Policy policies[] = {
     {KV_GROWTH_DYNAMIC, KV_HOME_HOST, 0, KV_TRANSFER_AUTO, 3, 1},
 };
 #define OFFLOADED 2
-
-#define UNSUPPORTED UINT64_MAX
 
 /* Runs the operations; returns how many outputs met those of an earlier run. */
 static uint64_t play(Fixture *fixture, const Policy *policy, unsigned form, const char *layers, const char *operations)
@@ -66,21 +67,25 @@ static uint64_t play(Fixture *fixture, const Policy *policy, unsigned form, cons
     fclose(file);
     if (!random_world_run(fixture->world, &program, &failure))
         fail_msg("operation %u: %s, of\n%s", failure.op, failure.text, text);
-    if (random_world_counts(fixture->world)->unsupported > before.unsupported)
-        return UNSUPPORTED;
+    assert_int_equal(random_world_counts(fixture->world)->unsupported, before.unsupported);
     fixture->n_played++;
     return random_world_counts(fixture->world)->bits_compared - before.bits_compared;
+}
+
+static void same_bits_of(Fixture *fixture, const char *layers, const char *first, const char *second, uint64_t n_same)
+{
+    for (unsigned form = 0; form < N_FORMS; form++) {
+        random_world_forget(fixture->world);
+        assert_int_equal(play(fixture, &policies[OFFLOADED], form, layers, first), 0);
+        assert_int_equal(play(fixture, &policies[OFFLOADED], form, layers, second), n_same);
+    }
 }
 
 /* For all layers and forms: how many outputs of @second must be those that the same tokens of @first gave. */
 static void same_bits(Fixture *fixture, const char *first, const char *second, uint64_t n_same)
 {
     for (size_t l = 0; l < N_ELEMENTS(all_kinds); l++)
-        for (unsigned form = 0; form < N_FORMS; form++) {
-            random_world_forget(fixture->world);
-            if (play(fixture, &policies[OFFLOADED], form, all_kinds[l], first) != UNSUPPORTED)
-                assert_int_equal(play(fixture, &policies[OFFLOADED], form, all_kinds[l], second), n_same);
-        }
+        same_bits_of(fixture, all_kinds[l], first, second, n_same);
 }
 
 static int setup(void **state)
@@ -112,6 +117,8 @@ static int teardown(void **state)
 static void row_13_3_1_any_chunking_gives_the_bits_of_one_prefill(void **state)
 {
     same_bits(*state, "pass 0 7 0:150\n", "pass 0 7 0:1\npass 0 7 0:31\npass 0 7 0:1\npass 0 7 0:33\npass 0 7 0:84\n", 150);
+    for (size_t l = 0; l < N_ELEMENTS(with_cross); l++)
+        same_bits_of(*state, with_cross[l], "pass 0 7 0:150\n", "pass 0 7 0:31\npass 0 7 0:1\npass 0 7 0:118\n", 150);
 }
 
 static void row_13_3_2_dynamic_static_offloaded_and_offloaded_static_give_the_same_bits(void **state)
@@ -122,12 +129,8 @@ static void row_13_3_2_dynamic_static_offloaded_and_offloaded_static_give_the_sa
     for (size_t l = 0; l < N_ELEMENTS(all_kinds); l++)
         for (unsigned form = 0; form < N_FORMS; form++) {
             random_world_forget(fixture->world);
-            for (size_t p = 0; p < N_ELEMENTS(policies); p++) {
-                uint64_t n = play(fixture, &policies[p], form, all_kinds[l], operations);
-
-                if (n != UNSUPPORTED)
-                    assert_int_equal(n, p == 0 ? 0 : 336 + 131);
-            }
+            for (size_t p = 0; p < N_ELEMENTS(policies); p++)
+                assert_int_equal(play(fixture, &policies[p], form, all_kinds[l], operations), p == 0 ? 0 : 336 + 131);
         }
 }
 
