@@ -108,6 +108,8 @@ int kv_cache_checkpoint(KvCache *cache)
 {
     if (cache->in_pass)
         return error_origin(-EBUSY);
+    if (cache->past->host) /* any place can be gone back to */
+        return 0;
     return error_trace(make_checkpoint(cache->past, NULL));
 }
 

@@ -301,6 +301,9 @@ int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDe
     if (cache->in_pass)
         return error_detail_set(reterr, -EBUSY, "cache: a sequence cannot be cropped in the middle of a pass");
     if (n_keep < cache->past->length) {
+        r = cache->past->host ? kv_host_past_crop(cache->past->host, cache->past->length - n_keep, reterr) : 0;
+        if (r)
+            return error_trace(r);
         r = rewind_past(cache->past, n_keep, reterr);
         if (r)
             return error_trace(r);

@@ -103,6 +103,11 @@ uint32_t kv_cache_cross_length(const KvCache *cache)
     return cache->past->cross_length;
 }
 
+void kv_cache_set_more(KvCache *cache, bool more)
+{
+    cache->more = more;
+}
+
 int kv_cache_record(KvCache *cache, bool on)
 {
     KvPast *past = cache->past;
@@ -190,6 +195,8 @@ void kv_cache_bytes(const KvCache *cache, KvBytes *ret)
         *(sizes->home == KV_HOME_HOST ? &ret->host : &ret->device) += n * sizes->page_bytes;
         ret->device += resident * sizes->page_bytes;
     }
+    if (past->host)
+        ret->host += kv_host_past_bytes(past->host);
     count_tail(past->tail, store->tails.slot_bytes, ret);
     count_tail(past->states.now, store->states.slot_bytes, ret);
     for (uint32_t i = 0; i < past->states.n_snapshots; i++)

@@ -218,6 +218,8 @@ static int share_past(KvSave *save, KvCache *cache, KvImageFacts *facts, ErrorDe
 
     if (cache->in_pass)
         return error_detail_set(reterr, -EBUSY, "cache: a sequence cannot be saved in the middle of a pass");
+    if (cache->store->host)
+        return error_detail_set(reterr, -ENOTSUP, "cache: a sequence in compatibility mode cannot be saved");
     r = kv_store_settle(cache->store, reterr);
     if (r)
         return error_trace(r);

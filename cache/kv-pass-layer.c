@@ -193,6 +193,17 @@ static int layer_done(KvPass *pass, uint32_t layer, int r, ErrorDetail *reterr)
     return 0;
 }
 
+static int run_host_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr)
+{
+    _cleanup_(freep) KvHostPast **pasts = calloc(pass->n_entries, sizeof(KvHostPast *));
+
+    if (!pasts)
+        return error_origin(KV_E_HOST_MEMORY);
+    for (uint32_t i = 0; i < pass->n_entries; i++)
+        pasts[i] = pass->entries[i].cache->past->host;
+    return kv_host_layer(pass->store->host, layer, pasts, pass->n_entries, qkv, out, reterr);
+}
+
 int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out, ErrorDetail *reterr)
 {
     int r;
@@ -201,6 +212,10 @@ int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer 
     if (r)
         return error_trace(r);
     pass->layer_started = true;
+    if (pass->store->host) {
+        r = run_host_layer(pass, layer, qkv, out, reterr);
+        return r ? error_trace(r) : layer_done(pass, layer, 0, reterr);
+    }
     return layer_done(pass, layer, run_layer(pass->store, layer, qkv, out), reterr);
 }
 

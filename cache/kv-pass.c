@@ -84,6 +84,8 @@ static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, Erro
         pass->entries[i].n_tokens = items[i].n_tokens;
         pass->n_entries = i + 1;
         r = kv_cache_grow(items[i].cache, &pass->entries[i], reterr);
+        if (!r && pass->store->host)
+            r = kv_host_past_begin(items[i].cache->past->host, items[i].cache->past->length, items[i].n_tokens);
         if (!r && !pass->cross && items[i].cache->past->recording)
             r = kv_cache_save_recorded(items[i].cache, items[i].n_tokens, reterr);
     }
@@ -91,6 +93,8 @@ static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, Erro
         r = reserve_slots(pass, items, n_items, reterr);
     for (uint32_t i = 0; i < pass->n_entries && r; i++) {
         kv_cache_shrink(&pass->entries[i]);
+        if (pass->store->host)
+            kv_host_past_abort(items[i].cache->past->host);
         kv_states_abort(&pass->entries[i].cache->past->states);
     }
     return error_trace(r);
@@ -175,6 +179,8 @@ static bool takes_part(const KvPass *pass, uint32_t layer)
 {
     const KvLayerPlace *place = &pass->store->sizes.layers[layer];
 
+    if (pass->store->host)
+        return true;
     if (place->section == KV_NO_SECTION)
         return false;
     return !pass->cross || (kv_section_is_cross(&pass->store->sections[place->section]) && place->owner == layer);
@@ -303,6 +309,8 @@ static void commit_entry(const KvPass *pass, const KvPassEntry *entry)
         return;
     }
     kv_states_commit(&past->states, past->length, past->recording);
+    if (past->host)
+        kv_host_past_commit(past->host, entry->cache->more);
     past->length += entry->n_tokens;
     kv_past_drop_unseen(past);
 }
@@ -341,6 +349,8 @@ KvPass *kv_pass_abort(KvPass *pass)
     for (uint32_t i = 0; i < pass->n_entries; i++) {
         kv_cache_shrink(&pass->entries[i]);
         kv_states_abort(&pass->entries[i].cache->past->states);
+        if (store->host)
+            kv_host_past_abort(pass->entries[i].cache->past->host);
     }
     pass_end(pass);
     for (uint32_t i = 0; i < pass->n_entries && pass->layer_started; i++)

@@ -85,6 +85,11 @@ KvPast *kv_past_new(KvStore *store)
     if (!past)
         return NULL;
     past->store = store;
+    past->host = store->host ? kv_host_past_new(store->host) : NULL;
+    if (store->host && !past->host) {
+        free(past);
+        return NULL;
+    }
     blocks = (KvBlock **)&past->sections[sizes->n_sections];
     for (uint32_t s = 0; s < sizes->n_sections; s++) {
         past->sections[s].blocks = blocks;
@@ -113,6 +118,12 @@ KvPast *kv_past_copy(const KvPast *from)
         if (!past->checkpoints[i])
             return NULL;
         past->n_checkpoints++;
+    }
+    if (from->host) {
+        (void)kv_host_past_free(past->host);
+        past->host = kv_host_past_copy(from->host);
+        if (!past->host)
+            return NULL;
     }
     past->length = from->length;
     past->cross_length = from->cross_length;
@@ -196,13 +207,17 @@ void kv_past_clear(KvPast *past)
     for (uint32_t s = 0; s < past->store->sizes.n_sections; s++)
         drop_blocks(past, s, 0);
     kv_past_drop_beyond(past, 0);
+    if (past->host)
+        kv_host_past_clear(past->host);
     past->recording = false;
 }
 
 KvPast *kv_past_free(KvPast *past)
 {
-    if (past)
+    if (past) {
         kv_past_clear(past);
+        (void)kv_host_past_free(past->host);
+    }
     free(past);
     return NULL;
 }

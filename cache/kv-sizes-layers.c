@@ -5,8 +5,7 @@
 
 #include <string.h>
 
-/* The layer with the model's own values filled in. */
-static KvLayer model_layer(const KvModel *model, uint32_t l)
+KvLayer kv_model_layer(const KvModel *model, uint32_t l)
 {
     KvLayer layer = model->layers ? model->layers[l] : (KvLayer){.kind = KV_LAYER_FULL};
 
@@ -141,9 +140,13 @@ static void place_state(KvSizes *sizes, const KvLayer *layer, uint32_t l)
 
 static int place_layer(KvSizes *sizes, const KvModel *model, uint32_t l, ErrorDetail *reterr)
 {
-    const KvLayer layer = model_layer(model, l);
+    const KvLayer layer = kv_model_layer(model, l);
     int r;
 
+    if (sizes->policy.is_compatible) { /* it is kept elsewhere: cache/kv-host.h */
+        sizes->layers[l] = (KvLayerPlace){.section = KV_NO_SECTION, .owner = l, .last = true};
+        return 0;
+    }
     r = check_layer(model, &layer, l, reterr);
     if (r)
         return error_trace(r);
@@ -184,7 +187,7 @@ int kv_sizes_place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *ret
         if (sizes->sections[s].attend.sink_logits)
             sizes->logits_stride = MAX(sizes->logits_stride, sizes->sections[s].attend.shape.n_heads);
     sizes->logits_bytes = (uint64_t)model->n_layers * sizes->logits_stride * sizeof(float);
-    if (sizes->n_sections == 0 && sizes->state_slot_bytes == 0)
+    if (sizes->n_sections == 0 && sizes->state_slot_bytes == 0 && !sizes->policy.is_compatible)
         return error_detail_set(reterr, -EINVAL, "cache: no layer keeps anything");
     return 0;
 }

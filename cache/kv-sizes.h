@@ -63,5 +63,7 @@ typedef struct KvSizes {
 /* 0, KV_E_DEVICE_MEMORY when not even one block a tile fits, KV_E_HOST_MEMORY, or -EINVAL / -ENOTSUP; the detail names the culprit. */
 int kv_sizes_compute(const GpuInfo *info, const KvModel *model, const KvPolicy *policy, KvSizes *ret, ErrorDetail *reterr);
 void kv_sizes_deinit(KvSizes *sizes);
+/* A layer with the model's own values filled in. */
+KvLayer kv_model_layer(const KvModel *model, uint32_t l);
 /* The part of it that finds each layer's place, and what tells the sections apart.  KV_E_HOST_MEMORY or -EINVAL. */
 int kv_sizes_place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *reterr);

@@ -4,6 +4,7 @@
 
 #include "cache/kv-arena.h"
 #include "cache/kv-error.h"
+#include "cache/kv-host.h"
 #include "cache/kv-ring.h"
 #include "cache/kv-schedule.h"
 #include "cache/kv-sizes.h"
@@ -43,6 +44,7 @@ typedef struct KvPast {
     uint32_t record_from; /* recording: what the query at this position saw is kept */
     KvTail *tail; /* NULL: empty past */
     KvStates states;
+    KvHostPast *host; /* compatibility mode, else NULL */
     uint32_t n_checkpoints;
     KvCheckpoint *checkpoints[KV_CHECKPOINTS_MAX]; /* by length */
     KvSectionPast sections[];                      /* (n_sections); their arrays of blocks lie behind */
@@ -52,7 +54,7 @@ struct KvCache {
     KvStore *store;
     KvCache *previous, *next; /* all caches of the store */
     KvPast *past;
-    bool in_pass;
+    bool in_pass, more;
 };
 
 /* What a pass did to one section of a cache. */
@@ -99,6 +101,7 @@ struct KvStore {
     KvTails tails;
     KvTails states; /* n_slots 0: no layer has a state */
     KvRing ring;
+    KvHost *host; /* compatibility mode, else NULL */
     KvScheduleItem *items; /* (max items): scratch of kv_pass_begin() and kv_pass_prefetch() */
     KvPass pass;
     KvCache *caches;

@@ -342,6 +342,8 @@ int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore
         r = upload_logits(store, model, reterr);
     for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++)
         r = new_section(store, s, model, reterr);
+    if (!r && policy->is_compatible)
+        r = kv_host_new(gpu, model, policy, &store->host, reterr);
     if (r)
         return error_trace(r);
     store->calibration_hash = hash_calibration(store, model);
@@ -393,6 +395,7 @@ KvStore *kv_store_free(KvStore *store)
     free(store->home_events);
     free(store->sections);
     kv_sizes_deinit(&store->sizes);
+    (void)kv_host_free(store->host);
     free(store);
     return NULL;
 }

@@ -25,6 +25,7 @@
 #include "opencl/attend.h"
 #include "opencl/gpu.h"
 #include "quant/kv-codec.h"
+#include "quant/kv-quant-options.h"
 
 typedef enum KvGrowth { KV_GROWTH_DYNAMIC, KV_GROWTH_STATIC } KvGrowth;
 typedef enum KvHome { KV_HOME_DEVICE, KV_HOME_HOST } KvHome;
@@ -56,6 +57,9 @@ typedef struct KvPolicy {
     KvGrowth growth;
     KvHome home;
     KvForm form;
+    bool is_compatible;            /* layers as Transformers' quantised caches have them, on the host (cache/kv-host.h): growth, home, form and
+                                    * ring are of no matter */
+    KvQuantOptions compatible;
     bool offload_only_non_sliding; /* home host: sliding and chunked layers stay on the device, unquantised */
     KvTransfer transfer;
     uint32_t n_slots;              /* staging buffers of the ring, 1-8 */
@@ -190,6 +194,8 @@ typedef struct KvPassItem {
     KvCache *cache;
     uint32_t n_tokens;
 } KvPassItem;
+/* Whether the prompt goes on in another pass after the next one: of matter in compatibility mode only (cache/kv-host.h). */
+void kv_cache_set_more(KvCache *cache, bool more);
 
 /* After gpu_step_begin().  Reserves pages for all items or for none, plans groups, tiles and packs, writes the step input, starts
  * the first copies.  Rows of the pass are the items' tokens in order.  One pass at a time, of at most max_sequences items; no cache

@@ -24,5 +24,11 @@ typedef struct KvQuantOptions {
 /* 4 bits, axes 0, groups of 64, residual 128.  -EINVAL with key, value and what is allowed. */
 int kv_quant_options(const KvQuantRequest *request, KvQuantOptions *ret, ErrorDetail *reterr);
 
+static inline bool kv_quant_options_equal(const KvQuantOptions *a, const KvQuantOptions *b)
+{
+    return a->backend == b->backend && a->nbits == b->nbits && a->axis_key == b->axis_key && a->axis_value == b->axis_value &&
+           a->q_group_size == b->q_group_size && a->residual_length == b->residual_length;
+}
+
 /* Transformers quantises models whose layers are all "full_attention".  -EINVAL naming every other type once. */
 int kv_quant_check_layer_types(const char *const *types, uint32_t n_types, ErrorDetail *reterr);

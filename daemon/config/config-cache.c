@@ -231,7 +231,15 @@ int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact,
         return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for strategy %s: use quantized or offloaded_quantized",
                                 config_quant_name((ConfigQuantKey)__builtin_ctz(merged.quant.written)),
                                 kv_strategy_to_string(merged.strategy));
-    r = config_quant_form(&merged.quant, &policy.form, reterr);
+    if (config_quant_is_compatible(&merged.quant)) {
+        if (policy.home == KV_HOME_HOST)
+            return error_detail_set(reterr, -EINVAL, "quant.compatibility is for strategy quantized, as in Transformers");
+        policy.is_compatible = true;
+        policy.form = kv_form_default((KvFormKind)merged.quant.values[CONFIG_QUANT_BACKEND]);
+        r = config_quant_compatible(&merged.quant, &policy.compatible, reterr);
+    } else {
+        r = config_quant_form(&merged.quant, &policy.form, reterr);
+    }
     if (r)
         return r;
     if (merged.has_transfer && merged.transfer != KV_TRANSFER_AUTO && policy.home == KV_HOME_DEVICE)

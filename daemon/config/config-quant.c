@@ -19,8 +19,8 @@ typedef struct QuantKey {
 
 static const char *const backend_words[] = {"leat", "hqq", "quanto", "fp8"};
 static const int16_t backend_values[] = {KV_FORM_LEAT, KV_FORM_HQQ, KV_FORM_QUANTO, KV_FORM_FP8};
-static const char *const nbits_words[] = {"8", "6", "5", "4", "3", "2"};
-static const int16_t nbits_values[] = {8, 6, 5, 4, 3, 2};
+static const char *const nbits_words[] = {"8", "6", "5", "4", "3", "2", "1"};
+static const int16_t nbits_values[] = {8, 6, 5, 4, 3, 2, 1};
 static const char *const axis_words[] = {"0", "1", "-1"};
 static const int16_t axis_values[] = {0, 1, -1};
 static const char *const centre_words[] = {"none", "before-rope", "after-rope"};
@@ -43,11 +43,12 @@ static const QuantKey quant_keys[CONFIG_QUANT_X_MAX] = {
     [CONFIG_QUANT_ROTATE] = WORDS("rotate", bool_words, NULL),
     [CONFIG_QUANT_PAIR_SCALE] = WORDS("pair-scale", bool_words, NULL),
     [CONFIG_QUANT_LEVELS] = WORDS("levels", levels_words, NULL),
+    [CONFIG_QUANT_COMPATIBILITY] = WORDS("compatibility", bool_words, NULL),
 };
 
 const char *const config_quant_names[] = {"quant.backend",     "quant.nbits",        "quant.nbits_key",       "quant.nbits_value", "quant.axis_key",
                                           "quant.axis_value",  "quant.q_group_size", "quant.residual_length", "quant.sinks",       "quant.centre",
-                                          "quant.rotate",      "quant.pair-scale",   "quant.levels"};
+                                          "quant.rotate",      "quant.pair-scale",   "quant.levels",           "quant.compatibility"};
 const size_t config_quant_n_names = N_ELEMENTS(config_quant_names);
 
 const char *config_quant_name(ConfigQuantKey key)
@@ -142,6 +143,49 @@ static int quant_check_axis(const ConfigQuant *quant, ConfigQuantKey key, KvForm
         return error_detail_set(reterr, -EINVAL, "quant.%s %d: pages of %s need %d, where a group lies within a token's head",
                                 quant_keys[key].name, quant->values[key], kv_form_kind_to_string(kind), axis);
     return 0;
+}
+
+bool config_quant_is_compatible(const ConfigQuant *quant)
+{
+    return quant->written & 1u << CONFIG_QUANT_COMPATIBILITY && quant->values[CONFIG_QUANT_COMPATIBILITY];
+}
+
+/* As Transformers' cache_config takes it; one number of bits for both sides. */
+int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ErrorDetail *reterr)
+{
+    static const ConfigQuantKey ours[] = {CONFIG_QUANT_SINKS, CONFIG_QUANT_CENTRE, CONFIG_QUANT_ROTATE, CONFIG_QUANT_PAIR_SCALE,
+                                          CONFIG_QUANT_LEVELS};
+    const int16_t *v = quant->values;
+    bool has[CONFIG_QUANT_X_MAX];
+    KvQuantRequest request;
+    int r;
+
+    for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
+        has[key] = quant->written & 1u << key;
+    if (!has[CONFIG_QUANT_BACKEND] || v[CONFIG_QUANT_BACKEND] == KV_FORM_LEAT)
+        return error_detail_set(reterr, -EINVAL, "quant.compatibility needs quant.backend hqq, quanto or fp8");
+    for (size_t i = 0; i < N_ELEMENTS(ours); i++)
+        if (has[ours[i]])
+            return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning with quant.compatibility", quant_keys[ours[i]].name);
+    if (has[CONFIG_QUANT_NBITS_KEY] != has[CONFIG_QUANT_NBITS_VALUE] || v[CONFIG_QUANT_NBITS_KEY] != v[CONFIG_QUANT_NBITS_VALUE])
+        return error_detail_set(reterr, -EINVAL, "quant.compatibility has one number of bits for keys and values: use quant.nbits");
+    request = (KvQuantRequest){
+        .backend = kv_form_kind_to_string((KvFormKind)v[CONFIG_QUANT_BACKEND]),
+        .has_nbits = has[CONFIG_QUANT_NBITS_KEY],
+        .has_axis_key = has[CONFIG_QUANT_AXIS_KEY],
+        .has_axis_value = has[CONFIG_QUANT_AXIS_VALUE],
+        .has_q_group_size = has[CONFIG_QUANT_GROUP],
+        .has_residual_length = has[CONFIG_QUANT_RESIDUAL],
+        .nbits = v[CONFIG_QUANT_NBITS_KEY],
+        .axis_key = v[CONFIG_QUANT_AXIS_KEY],
+        .axis_value = v[CONFIG_QUANT_AXIS_VALUE],
+        .q_group_size = v[CONFIG_QUANT_GROUP],
+        .residual_length = v[CONFIG_QUANT_RESIDUAL],
+    };
+    r = kv_quant_options(&request, ret, reterr);
+    if (r)
+        error_detail_prefix(reterr, "quant");
+    return r;
 }
 
 int config_quant_form(const ConfigQuant *quant, KvForm *form, ErrorDetail *reterr)

@@ -3,6 +3,7 @@
 /* The quant: keys of a cache block: which form the pages take.  What is not written is the backend's default. */
 
 #include "quant/kv-codec.h"
+#include "quant/kv-quant-options.h"
 
 typedef enum ConfigQuantKey {
     CONFIG_QUANT_BACKEND, /* a KvFormKind */
@@ -17,6 +18,7 @@ typedef enum ConfigQuantKey {
     CONFIG_QUANT_ROTATE,
     CONFIG_QUANT_PAIR_SCALE,
     CONFIG_QUANT_LEVELS,
+    CONFIG_QUANT_COMPATIBILITY,
     CONFIG_QUANT_X_MAX,
 } ConfigQuantKey;
 
@@ -36,5 +38,8 @@ void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret,
 const char *config_quant_name(ConfigQuantKey key);
 /* Each written key of @from replaces that of @to. */
 void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from);
+/* Compatibility mode (cache/kv-host.h), and what it takes; -EINVAL names a combination that is none. */
+bool config_quant_is_compatible(const ConfigQuant *quant);
+int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ErrorDetail *reterr);
 /* The form that results, starting from @form; -EINVAL names a combination that is none. */
 int config_quant_form(const ConfigQuant *quant, KvForm *form, ErrorDetail *reterr);

@@ -158,8 +158,8 @@ void status_publish(Engine *engine);
 char *status_json(Engine *engine);
 void status_model_state(Engine *engine, ModelSlot *slot);
 void status_device_state(Engine *engine);
-/* "f16", "leat-k5v4" */
-void status_form(KvForm form, char *ret, size_t size);
+/* "f16", "leat-k5v4", "hqq4-compat" */
+void status_form(const KvPolicy *policy, char *ret, size_t size);
 const char *status_transfer(KvTransfer transfer);
 
 /* ---- estimate.c */

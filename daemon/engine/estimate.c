@@ -98,11 +98,11 @@ static json_t *plan_json(const ModelFit *fit, uint32_t context)
     const KvPolicy *policy = &fit->policy;
     char form[16], ladder[72];
 
-    status_form(policy->form, form, sizeof(form));
+    status_form(policy, form, sizeof(form));
     engine_ladder_text(fit->steps, ladder, sizeof(ladder));
     return json_pack(
         "{s:s, s:s, s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b}",
-        "strategy", kv_strategy_to_string(policy->strategy), "form", form, "home", policy->home == KV_HOME_HOST ? "host" : "device",
+        "strategy", kv_strategy_to_string(policy->strategy), "form", form, "home", policy->home == KV_HOME_HOST || policy->is_compatible ? "host" : "device",
         "transfer", transfer_in_effect(policy, p), "ladder", ladder, "context", (json_int_t)context, "rows-per-pass",
         (json_int_t)fit->options.max_rows, "weight-bytes", (json_int_t)p->weight_bytes, "weight-total-bytes",
         (json_int_t)p->weight_total_bytes, "weight-staging-bytes", (json_int_t)p->weight_staging_bytes, "weight-streamed-bytes",

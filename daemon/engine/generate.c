@@ -206,8 +206,8 @@ static void describe_store(Job *job, const StoreSlot *store)
     EngineUsage *u = &job->usage;
 
     (void)snprintf(u->strategy, sizeof(u->strategy), "%s", kv_strategy_to_string(policy->strategy));
-    status_form(policy->form, u->form, sizeof(u->form));
-    (void)snprintf(u->home, sizeof(u->home), "%s", policy->home == KV_HOME_HOST ? "host" : "device");
+    status_form(policy, u->form, sizeof(u->form));
+    (void)snprintf(u->home, sizeof(u->home), "%s", policy->home == KV_HOME_HOST || policy->is_compatible ? "host" : "device");
     (void)snprintf(u->transfer, sizeof(u->transfer), "%s", status_transfer(policy->transfer));
     engine_ladder_text(job->slot->steps | store->steps, u->ladder, sizeof(u->ladder));
 }

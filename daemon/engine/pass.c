@@ -118,6 +118,7 @@ static void add_item(Pass *pass, Job *job, uint32_t n_rows)
         .tokens = job->session->ids.ids + cached,
         .n_tokens = n_rows,
         .all_logits = job->kind == JOB_EVALUATE,
+        .more = cached + n_rows < job->session->ids.n,
     };
     pass->jobs[pass->n++] = job;
     pass->any_logits |= job->kind == JOB_EVALUATE || cached + n_rows == job->session->ids.n;

@@ -171,10 +171,10 @@ static void query_cache(Engine *engine, Query *query, Session *session)
 
     if (session->cache)
         kv_cache_bytes(session->cache, &b);
-    status_form(policy->form, form, sizeof(form));
+    status_form(policy, form, sizeof(form));
     json = json_pack("{s:s, s:s, s:s, s:s, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "strategy",
                      kv_strategy_to_string(policy->strategy), "form", form, "home",
-                     policy->home == KV_HOME_HOST ? "host" : "device", "transfer", status_transfer(policy->transfer), "warm",
+                     policy->home == KV_HOME_HOST || policy->is_compatible ? "host" : "device", "transfer", status_transfer(policy->transfer), "warm",
                      session->cache != NULL, "length", (json_int_t)session->ids.n, "cached-length", (json_int_t)b.length,
                      "context", (json_int_t)slot_context(session->slot, policy), "host-bytes", (json_int_t)b.host, "device-bytes",
                      (json_int_t)b.device, "staging-bytes", (json_int_t)b.staging, "checkpoint-bytes", (json_int_t)b.checkpoints,

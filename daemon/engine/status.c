@@ -6,8 +6,14 @@
 #include <jansson.h>
 #include <string.h>
 
-void status_form(KvForm form, char *ret, size_t size)
+void status_form(const KvPolicy *policy, char *ret, size_t size)
 {
+    const KvForm form = policy->form;
+
+    if (policy->is_compatible) {
+        (void)snprintf(ret, size, "%s%u-compat", kv_form_kind_to_string(form.kind), policy->compatible.nbits);
+        return;
+    }
     switch (form.kind) {
     case KV_FORM_F32:
         (void)snprintf(ret, size, "f32");

@@ -323,8 +323,10 @@ static int begin_pass(Model *model, KvStore *store, const ModelItem *items, uint
 
     if (!kv_items)
         return error_origin(-ENOMEM);
-    for (uint32_t i = 0; i < n_items; i++)
+    for (uint32_t i = 0; i < n_items; i++) {
         kv_items[i] = (KvPassItem){items[i].cache, items[i].n_tokens};
+        kv_cache_set_more(items[i].cache, items[i].more);
+    }
     r = gpu_step_begin(model->gpu);
     if (r)
         return model_fold_gpu(r);

@@ -130,6 +130,7 @@ typedef struct ModelItem {
     const int32_t *tokens; /* (n_tokens) */
     uint32_t n_tokens;
     bool all_logits;       /* logits of every row, else of the last only */
+    bool more;             /* the prompt goes on in another pass (cache/kv-store.h) */
 } ModelItem;
 
 /* Runs the pass (all items' rows share it, at most max_rows: else -EINVAL), waits with a deadline, commits the caches.  @logits: float32

@@ -731,6 +731,11 @@ int kv_cache_clear(KvCache *cache)
     return 0;
 }
 
+void kv_cache_set_more(KvCache *cache, bool more)
+{
+    (void)cache, (void)more;
+}
+
 int kv_cache_checkpoint(KvCache *cache)
 {
     if (cache->n_checkpoints < N_ELEMENTS(cache->checkpoints))

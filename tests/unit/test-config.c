@@ -268,7 +268,7 @@ static void config_refuses_wrong_combinations_of_cache_keys(void **state)
 
     assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: dynamic, quant: {nbits: 4}}}}\n", 1, 0, "no meaning");
     assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: static, transfer: copy}}}\n", 1, 0, "no meaning");
-    assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {nbits: 7}}}}\n", 1, 0, "not one of 8, 6, 5, 4, 3, 2");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {nbits: 7}}}}\n", 1, 0, "not one of 8, 6, 5, 4, 3, 2, 1");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: quanto, nbits: 3}}}}\n", 1, 0, "quanto keeps pages of 4 and 2 bits");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: hqq, axis_key: 0}}}}\n", 1, 0, "pages of hqq need 1");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: fp8, q_group_size: 64}}}}\n", 1, 0, "neither groups");
@@ -276,6 +276,15 @@ static void config_refuses_wrong_combinations_of_cache_keys(void **state)
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {residual_length: 100}}}}\n", 1, 0, "multiple of 32");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: quanto, levels: plain}}}}\n", 1, 0, "levels are a part of leat");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {rotat: true}}}}\n", 1, 0, "quant.rotate");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: quantized, quant: {compatibility: true}}}}\n", 1, 0,
+                   "needs quant.backend hqq, quanto or fp8");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: hqq, compatibility: true}}}}\n", 1, 0, "for strategy quantized");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: quantized, quant: {backend: quanto, nbits: 3, compatibility: true}}}}\n", 1, 0,
+                   "nbits");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: quantized, quant: {backend: hqq, sinks: 4, compatibility: true}}}}\n", 1, 0,
+                   "no meaning with quant.compatibility");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: quantized, quant: {backend: fp8, nbits: 4, compatibility: true}}}}\n", 1, 0,
+                   "fp8");
     assert_refused(fixture, "models: {a: {file: /a, cache: {prefetch: 9}}}\n", 1, 0, "out of range");
     assert_refused(fixture, "models: {a: {}}\n", 1, 0, "has no 'file'");
     assert_refused(fixture, "models: {'../a': {file: x}}\n", 1, 0, "cannot be a name");
