@@ -3,8 +3,8 @@
  * Calibration of coded cache forms, over a built-in text: of every layer the mean key before and after RoPE, a factor for each rotary
  * pair, the mean value, the largest key and value.
  *
- * The first FIRST_TOKENS tokens are left out: sinks stay in full precision, and the outliers that they are would spoil the mean.
- * They are taken once per model, from an unquantised run, and stored under its digest.
+ * The first FIRST_TOKENS tokens are left out of all but the largest: sinks stay in full precision, and the outliers that they are would
+ * spoil the mean.  Measured once per model, in an unquantised run, and stored under its digest.
  */
 
 #include "daemon/model/model-private.h"
@@ -20,7 +20,7 @@
 #define CALIBRATION_ROWS   64
 
 /* The version counts changes of text or recipe. */
-static const StateKind CALIBRATION_KIND = {"calibration", {'L', 'E', 'A', 'T', 'K', 'V', 'C', 'L'}, 2};
+static const StateKind CALIBRATION_KIND = {"calibration", {'L', 'E', 'A', 'T', 'K', 'V', 'C', 'L'}, 3};
 
 /* Sizes of one layer, in values: of all K heads, all V heads, all query heads; floats that a layer's results take. */
 typedef struct Sides {
@@ -81,7 +81,7 @@ static int adopt(Model *model, float *results)
 
 /* ---- measuring --------------------------------------------------------------------------------------------------------------- */
 
-static void add_key_head(const KvShape *shape, const float *inv_freq, uint32_t position, const float *k, double *turned, float *largest)
+static void add_key_head(const KvShape *shape, const float *inv_freq, uint32_t position, const float *k, double *turned)
 {
     uint32_t half = shape->rotary_dim / 2;
 
@@ -90,12 +90,26 @@ static void add_key_head(const KvShape *shape, const float *inv_freq, uint32_t p
 
         turned[f] += (double)k[f] * c - (double)k[f + half] * s;
         turned[f + half] += (double)k[f + half] * c + (double)k[f] * s;
-        *largest = fmaxf(*largest, hypotf(k[f], k[f + half]));
     }
-    for (uint32_t d = shape->rotary_dim; d < shape->k_head_dim; d++) {
+    for (uint32_t d = shape->rotary_dim; d < shape->k_head_dim; d++)
         turned[d] += (double)k[d];
-        *largest = fmaxf(*largest, fabsf(k[d]));
+}
+
+/* The first tokens too: a form without sinks codes them like all others, and their keys are the largest. */
+static void add_largest(const Measurement *measurement, Sums *sums, const float *qkv)
+{
+    const KvShape *shape = &measurement->model->file->hparams.model.attention;
+    const float *k = qkv + measurement->sides.q, *v = k + measurement->sides.k;
+    uint32_t half = shape->rotary_dim / 2;
+
+    for (size_t i = 0; i < measurement->sides.k; i++) {
+        uint32_t d = (uint32_t)(i % shape->k_head_dim);
+        float length = d < half ? hypotf(k[i], k[i + half]) : fabsf(k[i]);
+
+        sums->k_largest = fmaxf(sums->k_largest, length);
     }
+    for (size_t i = 0; i < measurement->sides.v; i++)
+        sums->v_largest = fmaxf(sums->v_largest, fabsf(v[i]));
 }
 
 /* One token of one layer: @qkv before RoPE. */
@@ -112,11 +126,9 @@ static void add_token(const Measurement *measurement, Sums *sums, uint32_t posit
         sums->k_square[i] += (double)k[i] * (double)k[i];
     }
     for (uint32_t h = 0; h < shape->n_kv_heads; h++)
-        add_key_head(shape, measurement->model->file->hparams.inv_freq, position, k + (size_t)h * dim, sums->k_turned + (size_t)h * dim, &sums->k_largest);
-    for (size_t i = 0; i < measurement->sides.v; i++) {
+        add_key_head(shape, measurement->model->file->hparams.inv_freq, position, k + (size_t)h * dim, sums->k_turned + (size_t)h * dim);
+    for (size_t i = 0; i < measurement->sides.v; i++)
         sums->v[i] += (double)v[i];
-        sums->v_largest = fmaxf(sums->v_largest, fabsf(v[i]));
-    }
 }
 
 static void add_rows(Measurement *measurement, uint32_t first, uint32_t n_rows)
@@ -125,8 +137,13 @@ static void add_rows(Measurement *measurement, uint32_t first, uint32_t n_rows)
     size_t width = measurement->sides.q + measurement->sides.k + measurement->sides.v;
 
     for (uint32_t l = 0; l < params->n_layers; l++)
-        for (uint32_t row = first < FIRST_TOKENS ? FIRST_TOKENS - first : 0; row < n_rows; row++)
-            add_token(measurement, &measurement->sums[l], first + row, measurement->qkv + ((size_t)l * n_rows + row) * width);
+        for (uint32_t row = 0; row < n_rows; row++) {
+            const float *qkv = measurement->qkv + ((size_t)l * n_rows + row) * width;
+
+            add_largest(measurement, &measurement->sums[l], qkv);
+            if (first + row >= FIRST_TOKENS)
+                add_token(measurement, &measurement->sums[l], first + row, qkv);
+        }
     for (uint32_t row = 0; row < n_rows; row++)
         measurement->n_counted += first + row >= FIRST_TOKENS;
 }
