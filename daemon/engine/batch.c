@@ -243,12 +243,9 @@ static int take_beam(Batch *batch, BatchPrompt *prompt, uint32_t index, float *l
 {
     const BatchSequence *sequence = &prompt->sequences[index];
     ProcessorsState state = processors_state(batch, prompt);
-    int r;
 
-    r = sampler_check_finite(logits, batch->n_vocab, reterr);
-    if (r)
-        return r;
-    log_softmax(logits, batch->n_vocab);
+    if (!log_softmax(logits, batch->n_vocab))
+        return sampler_check_finite(logits, batch->n_vocab, reterr); /* says which */
     processors_run(logits, batch->n_vocab, sequence->ids.ids, sequence->ids.n, &state, batch->scratch);
     beam_search_row(prompt->search, index, logits);
     return 0;

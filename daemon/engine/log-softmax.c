@@ -52,13 +52,44 @@ static double exp_sum(const float *x, uint32_t n, float max)
     return sum;
 }
 
-void log_softmax(float *logits, uint32_t n)
+/* The largest; false when one is no number or infinite: the exponent is then all ones. */
+static bool max_of(const float *x, uint32_t n, float *ret)
 {
-    float max = -INFINITY, log_sum;
+    Floats most = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    Bits bad = {0};
+    float max = -INFINITY;
+    bool finite = true;
+    uint32_t i = 0;
 
-    for (uint32_t i = 0; i < n; i++)
-        max = logits[i] > max ? logits[i] : max;
+    for (; i + SOFTMAX_LANES <= n; i += SOFTMAX_LANES) {
+        Floats four;
+        Bits more;
+
+        memcpy(&four, x + i, sizeof(four));
+        bad |= (Bits)(((Bits)four & 0x7f800000u) == 0x7f800000u);
+        more = (Bits)(four > most);
+        most = (Floats)(((Bits)four & more) | ((Bits)most & ~more));
+    }
+    for (int k = 0; k < SOFTMAX_LANES; k++) {
+        max = fmaxf(max, most[k]);
+        finite = finite && !bad[k];
+    }
+    for (; i < n; i++) {
+        max = fmaxf(max, x[i]);
+        finite = finite && isfinite(x[i]);
+    }
+    *ret = max;
+    return finite;
+}
+
+bool log_softmax(float *logits, uint32_t n)
+{
+    float max, log_sum;
+
+    if (!max_of(logits, n, &max))
+        return false;
     log_sum = (float)log(exp_sum(logits, n, max));
     for (uint32_t i = 0; i < n; i++)
         logits[i] = logits[i] - max - log_sum; /* in upstream's order: a large maximum costs no digits */
+    return true;
 }

@@ -56,7 +56,7 @@ static void feed(BeamSearch *search, const BeamOptions *o, const Setup *setup, c
         float row[MAX_VOCAB], scratch[MAX_VOCAB];
 
         memcpy(row, setup->table->logits[beams->ids[b][beams->n - 1]], o->n_vocab * sizeof(float));
-        log_softmax(row, o->n_vocab);
+        assert_true(log_softmax(row, o->n_vocab));
         processors_run(row, o->n_vocab, beams->ids[b], beams->n, &state, scratch);
         beam_search_row(search, b, row);
     }
@@ -377,12 +377,22 @@ static void log_probabilities_are_those_of_double_precision(void **state)
             for (uint32_t i = 0; i < n; i++)
                 sum += exp((double)row[i] - max);
             memcpy(copy, row, n * sizeof(float));
-            log_softmax(copy, n);
+            assert_true(log_softmax(copy, n));
             for (uint32_t i = 0; i < n; i++) {
                 double exact = (double)row[i] - max - log(sum);
 
                 worst = fmax(worst, fabs((double)copy[i] - exact) / fmax(1, fabs(exact)));
             }
+        }
+    for (uint32_t n = 1; n < 20; n++)
+        for (uint32_t at = 0; at < n; at++) {
+            const float bad[] = {NAN, INFINITY, -INFINITY, -NAN};
+            float few[20] = {0}, same[20];
+
+            few[at] = bad[(n + at) % 4];
+            memcpy(same, few, sizeof(few));
+            assert_false(log_softmax(few, n));
+            assert_memory_equal(few, same, sizeof(few));
         }
     print_message("worst %.1e\n", worst);
     assert_true(worst < 6e-7);
@@ -418,7 +428,7 @@ static void the_best_of_a_large_vocabulary_are_selected(void **state)
     assert_non_null(row);
     for (uint32_t i = 0; i < VOCAB; i++)
         row[i] = (float)(10 * uniform(&seed));
-    log_softmax(row, VOCAB);
+    assert_true(log_softmax(row, VOCAB));
     assert_int_equal(beam_search_new(&o, &search, NULL), 0);
     for (uint32_t b = BEAMS; b-- > 0;) /* in any order */
         beam_search_row(search, b, row);
@@ -584,7 +594,7 @@ static void the_same_seed_draws_the_same_in_any_order_of_rows(void **state)
                     float row[MAX_VOCAB];
 
                     memcpy(row, table.logits[step == 0 ? 1 : beam_search_token(searches[i], b)], sizeof(row));
-                    log_softmax(row, 12);
+                    assert_true(log_softmax(row, 12));
                     beam_search_row(searches[i], b, row);
                 }
             for (int i = 0; i < 2; i++)
