@@ -32,7 +32,7 @@ KvPolicy kv_policy_preset(KvStrategy strategy, bool exact)
 {
     /* Two slots are the least that overlap a copy with compute; K is the more sensitive side (README, bits against KLD). */
     const KvForm plain = kv_form_default(exact ? KV_FORM_F32 : KV_FORM_F16), packed = kv_form_default(KV_FORM_LEAT);
-    KvPolicy policy = {.strategy = strategy, .form = plain, .n_slots = 2};
+    KvPolicy policy = {.strategy = strategy, .form = plain, .n_slots = 2, .kld_budget = KV_KLD_BUDGET};
 
     switch (strategy) {
     case KV_STRATEGY_STATIC:

@@ -69,7 +69,9 @@ typedef struct KvPolicy {
                                     * copied: what is left holds a resident share of the pages, of every layer the same */
     KvRates rates;                 /* limit the resident share to what the link cannot feed in time */
     uint32_t tile_blocks;          /* blocks of pages a tile holds at most; 0: chosen from the device budget */
+    double kld_budget;             /* for who chooses bits of KV_BITS_AUTO, which no store takes: the mean divergence they may add */
 } KvPolicy;
+#define KV_KLD_BUDGET 0.002
 
 /* The preset with its defaults; @exact makes unquantised forms f32, else f16; leat is K 5, V 4 bits. */
 KvPolicy kv_policy_preset(KvStrategy strategy, bool exact);

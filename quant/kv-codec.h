@@ -42,6 +42,9 @@
 #define KV_PAGE_TOKENS     32 /* also the flush granularity */
 #define KV_BLOCK_PAGES     8  /* the unit of summation: partial results of 8 pages merge in order */
 #define KV_MAX_HEAD_DIM    576
+#define KV_MAX_BITS        8
+#define KV_BITS_AUTO       0 /* bits that somebody has yet to choose; no page has them */
+#define KV_FORM_VERSION    1 /* counts changes of what codes stand for: what was measured with another does not hold */
 #define KV_MAX_TAIL_TOKENS 512
 #define KV_FP8_HEADROOM    8.0f /* e4m3 has the range to spare: 2^18 from the smallest step to the largest number */
 
@@ -82,6 +85,13 @@ const char *kv_form_kind_to_string(KvFormKind kind); /* NULL when out of range *
 static inline bool kv_form_is_coded(KvForm form)
 {
     return form.kind >= KV_FORM_LEAT;
+}
+/* The bits that pages of this kind may have, 1 << bits each; 0 for those without codes. */
+uint32_t kv_form_bits(KvFormKind kind);
+/* Whether bits of a side are KV_BITS_AUTO. */
+static inline bool kv_form_is_auto(KvForm form)
+{
+    return kv_form_is_coded(form) && (form.k_bits == KV_BITS_AUTO || form.v_bits == KV_BITS_AUTO);
 }
 bool kv_form_equal(const KvForm *a, const KvForm *b);
 /* Whether its pages differ with the model's calibration. */

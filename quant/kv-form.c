@@ -80,21 +80,29 @@ bool kv_form_is_calibrated(const KvForm *form)
 
 /* ---- checks -------------------------------------------------------------------------------------------------------------- */
 
+static const struct {
+    uint16_t mask;
+    const char *names;
+} allowed_bits[KV_FORM_X_MAX] = {
+    [KV_FORM_LEAT] = {1 << 8 | 1 << 6 | 1 << 5 | 1 << 4 | 1 << 3 | 1 << 2, "8, 6, 5, 4, 3 and 2"},
+    [KV_FORM_QUANTO] = {1 << 4 | 1 << 2, "4 and 2"},
+    [KV_FORM_HQQ] = {1 << 8 | 1 << 4 | 1 << 2, "8, 4 and 2"},
+    [KV_FORM_FP8] = {1 << 8, "8"},
+};
+
+uint32_t kv_form_bits(KvFormKind kind)
+{
+    return kv_form_kind_to_string(kind) ? allowed_bits[kind].mask : 0;
+}
+
 static int check_bits(KvForm form, uint8_t bits, const char *side, ErrorDetail *reterr)
 {
-    static const struct {
-        uint16_t mask;
-        const char *names;
-    } allowed[KV_FORM_X_MAX] = {
-        [KV_FORM_LEAT] = {1 << 8 | 1 << 6 | 1 << 5 | 1 << 4 | 1 << 3 | 1 << 2, "8, 6, 5, 4, 3 and 2"},
-        [KV_FORM_QUANTO] = {1 << 4 | 1 << 2, "4 and 2"},
-        [KV_FORM_HQQ] = {1 << 8 | 1 << 4 | 1 << 2, "8, 4 and 2"},
-        [KV_FORM_FP8] = {1 << 8, "8"},
-    };
-
-    if (bits > 8 || !(allowed[form.kind].mask >> bits & 1))
+    if (bits == KV_BITS_AUTO)
+        return error_detail_set(reterr, -EINVAL, "bits for %s are not chosen yet: %s keeps pages of %s bits", side, kind_names[form.kind],
+                                allowed_bits[form.kind].names);
+    if (bits > KV_MAX_BITS || !(kv_form_bits(form.kind) >> bits & 1))
         return error_detail_set(reterr, -EINVAL, "%u bits for %s: %s keeps pages of %s bits", bits, side, kind_names[form.kind],
-                                allowed[form.kind].names);
+                                allowed_bits[form.kind].names);
     return 0;
 }
 

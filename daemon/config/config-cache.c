@@ -221,7 +221,7 @@ int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact,
 {
     ConfigCache merged = {.strategy = KV_STRATEGY_OFFLOADED_QUANTIZED};
     KvPolicy policy;
-    int r;
+    int r = 0;
 
     for (size_t i = 0; i < n_blocks; i++)
         if (blocks[i])
@@ -237,8 +237,8 @@ int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact,
         policy.is_compatible = true;
         policy.form = kv_form_default((KvFormKind)merged.quant.values[CONFIG_QUANT_BACKEND]);
         r = config_quant_compatible(&merged.quant, &policy.compatible, reterr);
-    } else {
-        r = config_quant_form(&merged.quant, &policy.form, reterr);
+    } else if (kv_form_is_coded(policy.form)) {
+        r = config_quant_apply(&merged.quant, &policy, reterr);
     }
     if (r)
         return r;

@@ -8,7 +8,11 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A key takes one of some words, or a number of a range when it has none.  Values are the words' own where these differ from their places. */
+/* Below, nothing that we can measure; above, the cache is of another model. */
+#define MIN_KLD_BUDGET 0.000001
+#define MAX_KLD_BUDGET 1.0
+
+/* A key takes one of some words, or a number of a range when it has none; the budget has a range of its own.  Values are the words' own where these differ from their places. */
 typedef struct QuantKey {
     const char *name;
     const char *const *words;
@@ -19,8 +23,8 @@ typedef struct QuantKey {
 
 static const char *const backend_words[] = {"leat", "hqq", "quanto", "fp8"};
 static const int16_t backend_values[] = {KV_FORM_LEAT, KV_FORM_HQQ, KV_FORM_QUANTO, KV_FORM_FP8};
-static const char *const nbits_words[] = {"8", "6", "5", "4", "3", "2", "1"};
-static const int16_t nbits_values[] = {8, 6, 5, 4, 3, 2, 1};
+static const char *const nbits_words[] = {"auto", "8", "6", "5", "4", "3", "2", "1"};
+static const int16_t nbits_values[] = {KV_BITS_AUTO, 8, 6, 5, 4, 3, 2, 1};
 static const char *const axis_words[] = {"0", "1", "-1"};
 static const int16_t axis_values[] = {0, 1, -1};
 static const char *const centre_words[] = {"none", "before-rope", "after-rope"};
@@ -44,11 +48,13 @@ static const QuantKey quant_keys[CONFIG_QUANT_X_MAX] = {
     [CONFIG_QUANT_PAIR_SCALE] = WORDS("pair-scale", bool_words, NULL),
     [CONFIG_QUANT_LEVELS] = WORDS("levels", levels_words, NULL),
     [CONFIG_QUANT_COMPATIBILITY] = WORDS("compatibility", bool_words, NULL),
+    [CONFIG_QUANT_KLD_BUDGET] = RANGE("kld-budget", 0, 0),
 };
 
 const char *const config_quant_names[] = {"quant.backend",     "quant.nbits",        "quant.nbits_key",       "quant.nbits_value", "quant.axis_key",
                                           "quant.axis_value",  "quant.q_group_size", "quant.residual_length", "quant.sinks",       "quant.centre",
-                                          "quant.rotate",      "quant.pair-scale",   "quant.levels",           "quant.compatibility"};
+                                          "quant.rotate",      "quant.pair-scale",   "quant.levels",           "quant.compatibility",
+                                          "quant.kld-budget"};
 const size_t config_quant_n_names = N_ELEMENTS(config_quant_names);
 
 const char *config_quant_name(ConfigQuantKey key)
@@ -76,7 +82,8 @@ static int quant_parse(const QuantKey *key, const char *text, int16_t *ret, Erro
 
 static int quant_set_key(ConfigQuant *quant, ConfigQuantKey key, const char *text, ErrorDetail *reterr)
 {
-    int r = quant_parse(&quant_keys[key], text, &quant->values[key], reterr);
+    int r = key == CONFIG_QUANT_KLD_BUDGET ? config_value_double(text, MIN_KLD_BUDGET, MAX_KLD_BUDGET, &quant->kld_budget, reterr)
+                                           : quant_parse(&quant_keys[key], text, &quant->values[key], reterr);
 
     if (!r)
         quant->written |= 1u << key;
@@ -101,6 +108,10 @@ void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret,
 {
     const QuantKey *k = &quant_keys[key];
 
+    if (key == CONFIG_QUANT_KLD_BUDGET) {
+        (void)snprintf(ret, size, "%g", quant->kld_budget);
+        return;
+    }
     for (size_t i = 0; i < k->n_words; i++)
         if (quant->values[key] == (k->values ? k->values[i] : (int16_t)i)) {
             (void)snprintf(ret, size, "%s", k->words[i]);
@@ -114,6 +125,8 @@ void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from)
     for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
         if (from->written & 1u << key)
             to->values[key] = from->values[key];
+    if (from->written & 1u << CONFIG_QUANT_KLD_BUDGET)
+        to->kld_budget = from->kld_budget;
     to->written |= from->written;
 }
 
@@ -169,6 +182,8 @@ int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, Error
             return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning with quant.compatibility", quant_keys[ours[i]].name);
     if (has[CONFIG_QUANT_NBITS_KEY] != has[CONFIG_QUANT_NBITS_VALUE] || v[CONFIG_QUANT_NBITS_KEY] != v[CONFIG_QUANT_NBITS_VALUE])
         return error_detail_set(reterr, -EINVAL, "quant.compatibility has one number of bits for keys and values: use quant.nbits");
+    if (has[CONFIG_QUANT_NBITS_KEY] && v[CONFIG_QUANT_NBITS_KEY] == KV_BITS_AUTO)
+        return error_detail_set(reterr, -EINVAL, "quant.nbits auto has no meaning with quant.compatibility: give a number");
     request = (KvQuantRequest){
         .backend = kv_form_kind_to_string((KvFormKind)v[CONFIG_QUANT_BACKEND]),
         .has_nbits = has[CONFIG_QUANT_NBITS_KEY],
@@ -188,45 +203,71 @@ int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, Error
     return r;
 }
 
-int config_quant_form(const ConfigQuant *quant, KvForm *form, ErrorDetail *reterr)
+/* Bits that are written, else the backend's own: leat's are chosen for the model. */
+static uint8_t quant_bits(const ConfigQuant *quant, ConfigQuantKey key, KvFormKind kind, uint8_t usual)
+{
+    if (quant->written & 1u << key)
+        return (uint8_t)quant->values[key];
+    return kind == KV_FORM_LEAT ? KV_BITS_AUTO : usual;
+}
+
+/* What is not written stays as it is. */
+static void quant_set_recipe(const ConfigQuant *quant, KvForm *f)
 {
     const int16_t *v = quant->values;
-    KvForm f = *form;
+
+    if (quant->written & 1u << CONFIG_QUANT_GROUP)
+        f->group_dims = (uint16_t)v[CONFIG_QUANT_GROUP];
+    if (quant->written & 1u << CONFIG_QUANT_RESIDUAL)
+        f->tail_tokens = (uint16_t)v[CONFIG_QUANT_RESIDUAL];
+    if (quant->written & 1u << CONFIG_QUANT_SINKS)
+        f->sink_tokens = (uint16_t)v[CONFIG_QUANT_SINKS];
+    if (quant->written & 1u << CONFIG_QUANT_CENTRE)
+        f->centre = (KvCentre)v[CONFIG_QUANT_CENTRE];
+    if (quant->written & 1u << CONFIG_QUANT_ROTATE)
+        f->rotation = v[CONFIG_QUANT_ROTATE] ? KV_ROTATION_HADAMARD : KV_ROTATION_NONE;
+    if (quant->written & 1u << CONFIG_QUANT_PAIR_SCALE)
+        f->pair_scale = v[CONFIG_QUANT_PAIR_SCALE];
+    if (quant->written & 1u << CONFIG_QUANT_LEVELS)
+        f->levels = (KvLevels)v[CONFIG_QUANT_LEVELS];
+}
+
+/* With automatic bits, whatever they will be. */
+static int quant_check_form(KvForm form, ErrorDetail *reterr)
+{
+    uint32_t allowed = kv_form_bits(form.kind);
+    uint8_t most = allowed ? (uint8_t)(31 - __builtin_clz(allowed)) : 0;
     int r;
 
-    if (quant->written & 1u << CONFIG_QUANT_BACKEND && v[CONFIG_QUANT_BACKEND] != (int16_t)f.kind)
-        f = kv_form_default((KvFormKind)v[CONFIG_QUANT_BACKEND]);
-    if (quant->written & 1u << CONFIG_QUANT_NBITS_KEY)
-        f.k_bits = (uint8_t)v[CONFIG_QUANT_NBITS_KEY];
-    if (quant->written & 1u << CONFIG_QUANT_NBITS_VALUE)
-        f.v_bits = (uint8_t)v[CONFIG_QUANT_NBITS_VALUE];
-    if (f.kind == KV_FORM_LEAT)
-        f = kv_form_leat(f.k_bits, f.v_bits);
-    if (quant->written & 1u << CONFIG_QUANT_GROUP)
-        f.group_dims = (uint16_t)v[CONFIG_QUANT_GROUP];
-    if (quant->written & 1u << CONFIG_QUANT_RESIDUAL)
-        f.tail_tokens = (uint16_t)v[CONFIG_QUANT_RESIDUAL];
-    if (quant->written & 1u << CONFIG_QUANT_SINKS)
-        f.sink_tokens = (uint16_t)v[CONFIG_QUANT_SINKS];
-    if (quant->written & 1u << CONFIG_QUANT_CENTRE)
-        f.centre = (KvCentre)v[CONFIG_QUANT_CENTRE];
-    if (quant->written & 1u << CONFIG_QUANT_ROTATE)
-        f.rotation = v[CONFIG_QUANT_ROTATE] ? KV_ROTATION_HADAMARD : KV_ROTATION_NONE;
-    if (quant->written & 1u << CONFIG_QUANT_PAIR_SCALE)
-        f.pair_scale = v[CONFIG_QUANT_PAIR_SCALE];
-    if (quant->written & 1u << CONFIG_QUANT_LEVELS)
-        f.levels = (KvLevels)v[CONFIG_QUANT_LEVELS];
+    form.k_bits = form.k_bits == KV_BITS_AUTO ? most : form.k_bits;
+    form.v_bits = form.v_bits == KV_BITS_AUTO ? most : form.v_bits;
+    r = kv_form_check(form, reterr);
+    if (r)
+        error_detail_prefix(reterr, "quant");
+    return r;
+}
+
+int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ErrorDetail *reterr)
+{
+    KvForm f = policy->form;
+    int r;
+
+    if (quant->written & 1u << CONFIG_QUANT_BACKEND && quant->values[CONFIG_QUANT_BACKEND] != (int16_t)f.kind)
+        f = kv_form_default((KvFormKind)quant->values[CONFIG_QUANT_BACKEND]);
+    f.k_bits = quant_bits(quant, CONFIG_QUANT_NBITS_KEY, f.kind, f.k_bits);
+    f.v_bits = quant_bits(quant, CONFIG_QUANT_NBITS_VALUE, f.kind, f.v_bits);
+    quant_set_recipe(quant, &f);
     r = quant_check_axis(quant, CONFIG_QUANT_AXIS_KEY, f.kind, reterr);
     if (!r)
         r = quant_check_axis(quant, CONFIG_QUANT_AXIS_VALUE, f.kind, reterr);
     if (!r)
         r = quant_check_fp8(quant, f.kind, reterr);
-    if (!r) {
-        r = kv_form_check(f, reterr);
-        if (r)
-            error_detail_prefix(reterr, "quant");
-    }
     if (!r)
-        *form = f;
-    return r;
+        r = quant_check_form(f, reterr);
+    if (r)
+        return r;
+    policy->form = f;
+    if (quant->written & 1u << CONFIG_QUANT_KLD_BUDGET)
+        policy->kld_budget = quant->kld_budget;
+    return 0;
 }

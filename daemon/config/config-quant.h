@@ -2,7 +2,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The quant: keys of a cache block: which form the pages take.  What is not written is the backend's default. */
 
-#include "quant/kv-codec.h"
+#include "cache/kv-store.h"
 #include "quant/kv-quant-options.h"
 
 typedef enum ConfigQuantKey {
@@ -19,12 +19,14 @@ typedef enum ConfigQuantKey {
     CONFIG_QUANT_PAIR_SCALE,
     CONFIG_QUANT_LEVELS,
     CONFIG_QUANT_COMPATIBILITY,
+    CONFIG_QUANT_KLD_BUDGET, /* in kld_budget, not in values */
     CONFIG_QUANT_X_MAX,
 } ConfigQuantKey;
 
 typedef struct ConfigQuant {
     uint32_t written; /* 1 << key */
-    int16_t values[CONFIG_QUANT_X_MAX];
+    int16_t values[CONFIG_QUANT_X_MAX]; /* of bits: KV_BITS_AUTO for auto */
+    double kld_budget;
 } ConfigQuant;
 
 /* Names as in YAML, without "quant."; "nbits" sets both sides. */
@@ -41,5 +43,6 @@ void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from);
 /* Compatibility mode (cache/kv-host.h), and what it takes; -EINVAL names a combination that is none. */
 bool config_quant_is_compatible(const ConfigQuant *quant);
 int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ErrorDetail *reterr);
-/* The form that results, starting from @form; -EINVAL names a combination that is none. */
-int config_quant_form(const ConfigQuant *quant, KvForm *form, ErrorDetail *reterr);
+/* The form and the budget of its bits that result, starting from a policy's; -EINVAL names a combination that is none.  Bits of leat that
+ * are not written are KV_BITS_AUTO, those of the others their defaults. */
+int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ErrorDetail *reterr);

@@ -107,6 +107,31 @@ static int append_estimate_options(Ctl *ctl, sd_bus_message *call)
     return r < 0 ? r : sd_bus_message_close_container(call);
 }
 
+/* Every choice of bits, what it costs and adds. */
+static void print_bits(const json_t *bits)
+{
+    const char *choice = json_string_value(json_object_get(bits, "choice"));
+    json_t *candidates = json_object_get(bits, "candidates"), *row;
+    size_t index;
+
+    if (!json_is_object(bits))
+        return;
+    (void)printf("\nbits of keys and values: %s; budget: a mean KLD of %g over an f16 cache\n", choice ? choice : "unknown",
+                 json_number_value(json_object_get(bits, "kld-budget")));
+    (void)printf("    K  V  bits/value  added KLD\n");
+    json_array_foreach(candidates, index, row) {
+        const char *state = json_string_value(json_object_get(row, "state"));
+
+        (void)printf("%s  %lld  %lld  %10.2f  ", json_is_true(json_object_get(row, "used")) ? " *" : "  ",
+                     (long long)json_integer_value(json_object_get(row, "k")), (long long)json_integer_value(json_object_get(row, "v")),
+                     json_number_value(json_object_get(row, "true-bits")));
+        if (state)
+            (void)printf("%s\n", state);
+        else
+            (void)printf("%.5f\n", json_number_value(json_object_get(row, "kld")));
+    }
+}
+
 int ctl_verb_estimate(Ctl *ctl)
 {
     _cleanup_(sd_bus_message_unrefp) sd_bus_message *call = NULL, *reply = NULL;
@@ -121,10 +146,16 @@ int ctl_verb_estimate(Ctl *ctl)
     if (r)
         return r;
     estimate = ctl_message_read(reply);
-    if (ctl->json)
+    if (ctl->json) {
         ctl_print_json(estimate);
-    else
+    } else {
+        json_t *bits = json_incref(json_object_get(estimate, "bits"));
+
+        (void)json_object_del(estimate, "bits");
         ctl_print_facts(stdout, estimate, "");
+        print_bits(bits);
+        json_decref(bits);
+    }
     json_decref(estimate);
     return CTL_EXIT_DONE;
 }

@@ -162,6 +162,10 @@ void status_device_state(Engine *engine);
 void status_form(const KvPolicy *policy, char *ret, size_t size);
 const char *status_transfer(KvTransfer transfer);
 
+/* ---- estimate-bits.c */
+/* The bits that a policy may have, as a table (a json_t); NULL for a form without.  @used: the form in effect. */
+struct json_t *estimate_bits_json(const ModelFile *file, bool exact, const KvPolicy *asked, const KvForm *used);
+
 /* ---- estimate.c */
 /* Json of Model.Estimate; the slot's file must be there.  @depth: of the past that the speed is wanted for; negative: none. */
 EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *policy, int64_t depth, char **ret_json, ErrorDetail *reterr);

@@ -82,12 +82,12 @@ static void *engine_main(void *userdata)
     status_publish(engine);
     while (!engine->quitting) {
         uint64_t wait_until = engine_tick(engine);
-        bool worked = pass_run(engine);
+        bool worked = pass_run(engine), measured = models_measure(engine);
         Command *command;
 
         status_publish(engine);
         /* All commands between two passes: a cancel waits for one token or one chunk at most. */
-        command = mailbox_take(engine->mailbox, worked ? 0 : wait_until);
+        command = mailbox_take(engine->mailbox, worked || measured ? 0 : wait_until);
         while (command) {
             engine_handle(engine, command);
             command_free(command);

@@ -121,8 +121,9 @@ EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *poli
     uint32_t context = slot_context(slot, policy);
     uint64_t used[GPU_PURPOSE_X_MAX], total = 0;
     EngineResult result;
-    json_t *json;
+    json_t *json, *bits;
     ModelFit fit;
+    bool known;
     int r;
 
     result = device_ensure(engine, reterr);
@@ -131,6 +132,8 @@ EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *poli
     r = plan_best(engine, slot, policy, &fit, reterr);
     if (r)
         return result_from_model(r);
+    /* Automatic bits as they are or would be now. */
+    fit.policy = model_nbits_resolve(slot_file(slot), fit.options.exact, &fit.policy, &known);
     gpu_memory_used(engine->gpu, used, &total);
     json = plan_json(&fit, context);
     if (json) {
@@ -138,6 +141,9 @@ EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *poli
         (void)json_object_set_new(json, "device-budget-bytes", json_integer((json_int_t)fit.plan.device_budget_bytes));
         (void)json_object_set_new(json, "device-used-bytes", json_integer((json_int_t)total));
         add_prediction(engine, slot, &fit, context, depth, json);
+        bits = estimate_bits_json(slot_file(slot), fit.options.exact, policy, &fit.policy.form);
+        if (bits)
+            (void)json_object_set_new(json, "bits", bits);
     }
     *ret_json = json ? json_dumps(json, JSON_COMPACT) : NULL;
     json_decref(json);

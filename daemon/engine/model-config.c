@@ -177,7 +177,8 @@ bool policy_equal(const KvPolicy *a, const KvPolicy *b)
            a->n_slots == b->n_slots && a->max_cache_tokens == b->max_cache_tokens &&
            a->host_budget_bytes == b->host_budget_bytes && a->device_budget_bytes == b->device_budget_bytes &&
            a->tile_blocks == b->tile_blocks && a->is_compatible == b->is_compatible &&
-           (!a->is_compatible || kv_quant_options_equal(&a->compatible, &b->compatible)) && a->offload_only_non_sliding == b->offload_only_non_sliding;
+           (!a->is_compatible || kv_quant_options_equal(&a->compatible, &b->compatible)) && a->offload_only_non_sliding == b->offload_only_non_sliding &&
+           (!kv_form_is_auto(a->form) || !(a->kld_budget < b->kld_budget || a->kld_budget > b->kld_budget));
 }
 
 int gpu_options_copy(const GpuOptions *options, GpuOptions *ret)

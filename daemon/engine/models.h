@@ -12,6 +12,7 @@
 
 #include "daemon/engine/engine.h"
 #include "daemon/engine/prefixes.h"
+#include "daemon/model/nbits.h"
 #include "daemon/text/chat-template.h"
 
 typedef struct Command Command;
@@ -58,6 +59,7 @@ struct ModelSlot {
     bool opening;     /* the worker is at it */
     ModelFile *file;  /* opened, not on the device */
     Model *model;     /* loaded; owns its file */
+    Nbits *nbits;     /* loading: bits of its cache are being measured */
     ChatTemplate *chat_template;
     int template_error;
     ErrorDetail template_detail;
@@ -110,6 +112,8 @@ void slot_want_file(Engine *engine, ModelSlot *slot, Query *query);
 /* The worker's answer. */
 void models_file_opened(Engine *engine, Command *command);
 void slot_unload(Engine *engine, ModelSlot *slot);
+/* One pass of what a model that loads measures before it can be used, so that jobs of others go on meanwhile; false: there is none. */
+bool models_measure(Engine *engine);
 
 /* With its prefixes; no session has a cache of it.  Returns NULL. */
 StoreSlot *store_slot_free(Engine *engine, StoreSlot *store);

@@ -197,11 +197,26 @@ static void slot_make_template(ModelSlot *slot)
     slot->template_error = chat_template_new(source, &slot->chat_template, &slot->template_detail);
 }
 
+/* Automatic bits of the cache that were not measured yet: then slot->nbits is what to do first. */
+static EngineResult slot_begin_bits(ModelSlot *slot, ErrorDetail *reterr)
+{
+    const KvPolicy *policy = &slot->config.policy;
+    bool known;
+    int r;
+
+    (void)model_nbits_resolve(model_file(slot->model), slot->config.exact, policy, &known);
+    if (known)
+        return ENGINE_RESULT_DONE;
+    r = model_prepare_form(slot->model, &policy->form, reterr);
+    if (!r)
+        r = nbits_new(slot->model, policy, &slot->nbits, reterr);
+    return r ? result_from_model(r) : ENGINE_RESULT_DONE;
+}
+
 static EngineResult slot_load_steps(Engine *engine, ModelSlot *slot, bool *ret_again, ErrorDetail *reterr)
 {
     const ModelParams *params;
     EngineResult result;
-    StoreSlot *store;
 
     result = device_ensure(engine, reterr);
     if (result == ENGINE_RESULT_DONE)
@@ -215,8 +230,7 @@ static EngineResult slot_load_steps(Engine *engine, ModelSlot *slot, bool *ret_a
         return ENGINE_RESULT_OUT_OF_MEMORY;
     }
     slot_make_template(slot);
-    /* The store of the model's own policy comes with it, so that a load that succeeded is ready to generate. */
-    return slot_store(engine, slot, &slot->config.policy, slot_is_needed(engine, slot), &store, reterr);
+    return slot_begin_bits(slot, reterr);
 }
 
 static void slot_log_loaded(const ModelSlot *slot)
@@ -229,28 +243,26 @@ static void slot_log_loaded(const ModelSlot *slot)
              (double)model_device_bytes(slot->model) / 0x1p20, plan.n_layers_resident, plan.n_layers, slot->max_rows, seconds);
 }
 
-/* The file is open: the rest of the load. */
-static void slot_load(Engine *engine, ModelSlot *slot)
+static void slot_load_failed(Engine *engine, ModelSlot *slot, EngineResult result, ErrorDetail *detail)
+{
+    if (!detail->text[0])
+        (void)error_detail_set(detail, -EIO, "model '%s' cannot be brought to the device", slot->config.name);
+    slot_unload(engine, slot);
+    slot_fail(engine, slot, result, detail);
+    if (result == ENGINE_RESULT_DEVICE_LOST && engine->gpu)
+        device_abandon(engine, detail);
+}
+
+/* The store of the model's own policy comes with it, so that a load that succeeded is ready to generate. */
+static void slot_load_end(Engine *engine, ModelSlot *slot)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    uint64_t now = now_usec();
     EngineResult result;
-    bool again = false;
+    StoreSlot *store;
 
-    mailbox_allow(engine->mailbox, now + ENGINE_LOAD_ALLOWANCE_USEC);
-    result = slot_load_steps(engine, slot, &again, &detail);
-    mailbox_allow(engine->mailbox, 0);
-    if (again) {
-        slot_open(engine, slot);
-        return;
-    }
+    result = slot_store(engine, slot, &slot->config.policy, slot_is_needed(engine, slot), &store, &detail);
     if (result != ENGINE_RESULT_DONE) {
-        if (!detail.text[0])
-            (void)error_detail_set(&detail, -EIO, "model '%s' cannot be brought to the device", slot->config.name);
-        slot_unload(engine, slot);
-        slot_fail(engine, slot, result, &detail);
-        if (result == ENGINE_RESULT_DEVICE_LOST && engine->gpu)
-            device_abandon(engine, &detail);
+        slot_load_failed(engine, slot, result, &detail);
         return;
     }
     slot->state = SLOT_LOADED;
@@ -260,6 +272,53 @@ static void slot_load(Engine *engine, ModelSlot *slot)
     slot_log_loaded(slot);
     status_model_state(engine, slot);
     files_slot_ready(engine, slot, ENGINE_RESULT_DONE, NULL);
+}
+
+/* The file is open: the rest of the load. */
+static void slot_load(Engine *engine, ModelSlot *slot)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    EngineResult result;
+    bool again = false;
+
+    mailbox_allow(engine->mailbox, now_usec() + ENGINE_LOAD_ALLOWANCE_USEC);
+    result = slot_load_steps(engine, slot, &again, &detail);
+    mailbox_allow(engine->mailbox, 0);
+    if (again)
+        slot_open(engine, slot);
+    else if (result != ENGINE_RESULT_DONE)
+        slot_load_failed(engine, slot, result, &detail);
+    else if (!slot->nbits)
+        slot_load_end(engine, slot);
+}
+
+static void slot_measure(Engine *engine, ModelSlot *slot)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    bool done = false;
+    int r;
+
+    mailbox_allow(engine->mailbox, now_usec() + ENGINE_LOAD_ALLOWANCE_USEC); /* a step may compile kernels */
+    r = nbits_step(slot->nbits, &done, &detail);
+    mailbox_allow(engine->mailbox, 0);
+    if (!r && !done)
+        return;
+    slot->nbits = nbits_free(slot->nbits);
+    /* For want of memory the store's own way: it frees what is idle, steps down the ladder, and measures. */
+    if (r && r != MODEL_E_DEVICE_MEMORY && r != MODEL_E_HOST_MEMORY)
+        slot_load_failed(engine, slot, result_from_model(r), &detail);
+    else
+        slot_load_end(engine, slot);
+}
+
+bool models_measure(Engine *engine)
+{
+    for (ModelSlot *slot = engine->slots; slot; slot = slot->next)
+        if (slot->nbits) {
+            slot_measure(engine, slot);
+            return true;
+        }
+    return false;
 }
 
 void slot_want_loaded(Engine *engine, ModelSlot *slot)
@@ -343,6 +402,9 @@ void slot_unload(Engine *engine, ModelSlot *slot)
 {
     bool was_loaded = slot->state == SLOT_LOADED;
 
+    if (slot->nbits && slot->state == SLOT_LOADING)
+        slot->state = SLOT_UNLOADED; /* who waits for it has it loaded anew */
+    slot->nbits = nbits_free(slot->nbits);
     sessions_drop_caches(engine, slot, NULL);
     for (StoreSlot *store = slot->stores, *next; store; store = next) {
         next = store->next;

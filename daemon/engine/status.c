@@ -6,6 +6,21 @@
 #include <jansson.h>
 #include <string.h>
 
+/* "leat-k5v4"; what is not chosen yet is "auto". */
+static void status_bits(KvForm form, char *ret, size_t size)
+{
+    char k[8] = "auto", v[8] = "auto";
+
+    if (form.k_bits != KV_BITS_AUTO)
+        (void)snprintf(k, sizeof(k), "%u", form.k_bits);
+    if (form.v_bits != KV_BITS_AUTO)
+        (void)snprintf(v, sizeof(v), "%u", form.v_bits);
+    if (form.k_bits == KV_BITS_AUTO && form.v_bits == KV_BITS_AUTO)
+        (void)snprintf(ret, size, "%s-auto", kv_form_kind_to_string(form.kind));
+    else
+        (void)snprintf(ret, size, "%s-k%sv%s", kv_form_kind_to_string(form.kind), k, v);
+}
+
 void status_form(const KvPolicy *policy, char *ret, size_t size)
 {
     const KvForm form = policy->form;
@@ -24,7 +39,7 @@ void status_form(const KvPolicy *policy, char *ret, size_t size)
     case KV_FORM_LEAT:
     case KV_FORM_QUANTO:
     case KV_FORM_HQQ:
-        (void)snprintf(ret, size, "%s-k%uv%u", kv_form_kind_to_string(form.kind), form.k_bits, form.v_bits);
+        status_bits(form, ret, size);
         return;
     case KV_FORM_FP8:
         (void)snprintf(ret, size, "fp8");

@@ -19,8 +19,7 @@
 /* Rows of a pass: bounds the host memory that the copies of all layers' qkv take. */
 #define CALIBRATION_ROWS   64
 
-/* The version counts changes of text or recipe. */
-static const StateKind CALIBRATION_KIND = {"calibration", {'L', 'E', 'A', 'T', 'K', 'V', 'C', 'L'}, 3};
+static const StateKind CALIBRATION_KIND = {"calibration", {'L', 'E', 'A', 'T', 'K', 'V', 'C', 'L'}, MODEL_CALIBRATION_VERSION};
 
 /* Sizes of one layer, in values: of all K heads, all V heads, all query heads; floats that a layer's results take. */
 typedef struct Sides {

@@ -198,6 +198,7 @@ ModelFile *model_file_free(ModelFile *file)
     gguf_free(file->gguf);
     free(file->chat_template);
     free(file->state_dir);
+    free(file->nbits);
     free(file);
     return NULL;
 }

@@ -2,6 +2,7 @@
 /* What a model takes of the device, before anything is allocated; and how it is made to fit. */
 
 #include "daemon/model/model-private.h"
+#include "daemon/model/nbits.h"
 
 #include <math.h>
 
@@ -143,7 +144,8 @@ void model_plan_placement(const Weights *weights, const Placement *placement, Mo
 static int plan_others(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvPolicy *policy, ModelPlan *ret,
                        ErrorDetail *reterr)
 {
-    KvPolicy kv_policy = model_complete_policy(policy, options);
+    bool known;
+    KvPolicy resolved = model_nbits_resolve(file, options->exact, policy, &known), kv_policy = model_complete_policy(&resolved, options);
     KvModel kv_model = model_kv(file, options, NULL);
     ModelPlan plan = {.device_budget_bytes = info->budget_bytes};
     int r;
@@ -206,17 +208,22 @@ static int unless_memory(int r)
     return r == MODEL_E_DEVICE_MEMORY ? 0 : r;
 }
 
-/* What has to be free besides weights: the store's own bytes, or those of the one that its calibration needs before. */
+/* What has to be free besides weights: the store's own bytes, or those of the ones that calibration and automatic bits need before. */
 static int bytes_besides_weights(const Fitting *fitting, const ModelPlan *plan, uint64_t *ret)
 {
     const ModelFit *fit = fitting->fit;
     ModelOptions complete = model_complete_options(fitting->file, &fit->options);
-    uint64_t others = plan->device_total_bytes - plan->weight_bytes - plan->weight_staging_bytes, calibration = 0;
+    uint64_t others = plan->device_total_bytes - plan->weight_bytes - plan->weight_staging_bytes, calibration = 0, bits = 0, before;
+    bool known;
     int r = 0;
 
     if (kv_form_is_calibrated(&fit->policy.form))
         r = model_calibration_plan(fitting->info, fitting->file, &complete, &calibration, fitting->reterr);
-    *ret = MAX(others, plan->activation_bytes + calibration);
+    (void)model_nbits_resolve(fitting->file, complete.exact, &fit->policy, &known);
+    if (!r && !known)
+        r = model_nbits_plan(fitting->info, fitting->file, &complete, &fit->policy.form, &bits, fitting->reterr);
+    before = MAX(calibration, bits);
+    *ret = MAX(others, plan->activation_bytes + before);
     return r;
 }
 

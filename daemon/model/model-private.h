@@ -5,6 +5,8 @@
 #include "daemon/model/digest.h"
 #include "daemon/model/weights-device.h"
 
+typedef struct NbitsKept NbitsKept;
+
 struct ModelFile {
     Gguf *gguf;
     Tokenizer *tokenizer;
@@ -13,6 +15,7 @@ struct ModelFile {
     char *state_dir, *chat_template;
     uint8_t digest[DIGEST_BYTES];
     char digest_hex[2 * DIGEST_BYTES + 1];
+    NbitsKept *nbits; /* of the recipe whose bits were measured last; NULL: none were */
 };
 
 /* Rows whose logits are computed at once: enough to read the head's weights rarely, few enough that the buffer stays small. */
@@ -70,8 +73,13 @@ typedef struct ModelTap {
 int model_run(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, const ModelTap *tap,
               ErrorDetail *reterr);
 
+/* Device bytes that measuring automatic bits of @form takes for a while, before the store is made. */
+int model_nbits_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvForm *form, uint64_t *ret_bytes,
+                     ErrorDetail *reterr);
 /* Device bytes that measuring it takes for a while, before the store that wants it is made. */
 int model_calibration_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, uint64_t *ret_bytes, ErrorDetail *reterr);
+/* Counts changes of its text or recipe. */
+#define MODEL_CALIBRATION_VERSION 3
 /* Reads the stored calibration of the model, or measures and stores it.  ModelError or negative errno. */
 int model_calibrate(Model *model, ErrorDetail *reterr);
 /* The built-in text. */

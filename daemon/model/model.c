@@ -2,6 +2,7 @@
 /* A model on the device: plan, upload, life and death.  The forward pass is in llama.c. */
 
 #include "daemon/model/model-private.h"
+#include "daemon/model/nbits.h"
 
 #include <string.h>
 
@@ -274,17 +275,39 @@ void model_weights_plan(const Model *model, ModelPlan *ret)
     model_plan_placement(&model->file->weights, &model->weights.placement, ret);
 }
 
+int model_prepare_form(Model *model, const KvForm *form, ErrorDetail *reterr)
+{
+    return kv_form_is_calibrated(form) && !model->calibration ? model_calibrate(model, reterr) : 0;
+}
+
+/* Automatic bits become those that were measured for the model, or are now. */
+static int choose_bits(Model *model, KvPolicy *policy, ErrorDetail *reterr)
+{
+    _cleanup_(nbits_freep) Nbits *nbits = NULL;
+    bool done = false;
+    int r;
+
+    if (!kv_form_is_auto(policy->form))
+        return 0;
+    r = nbits_new(model, policy, &nbits, reterr);
+    while (!r && !done)
+        r = nbits_step(nbits, &done, reterr);
+    if (!r)
+        *policy = model_nbits_resolve(model->file, model->options.exact, policy, &done);
+    return r;
+}
+
 int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr)
 {
     KvPolicy complete = model_complete_policy(policy, &model->options);
     KvModel kv_model;
     int r;
 
-    if (kv_form_is_calibrated(&policy->form) && !model->calibration) {
-        r = model_calibrate(model, reterr);
-        if (r)
-            return error_trace(r);
-    }
+    r = model_prepare_form(model, &policy->form, reterr);
+    if (!r)
+        r = choose_bits(model, &complete, reterr);
+    if (r)
+        return error_trace(r);
     kv_model = model_kv(model->file, &model->options, model->calibration);
     return model_fold_kv(kv_store_new(model->gpu, &kv_model, &complete, ret, reterr));
 }

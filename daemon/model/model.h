@@ -35,7 +35,7 @@ typedef struct ModelParams {
 typedef struct ModelFile ModelFile;
 typedef struct Model Model;
 
-/* Any thread.  @state_dir: where digests by (device, inode, size, mtime) and calibrations by digest are kept; NULL: nowhere. */
+/* Any thread.  @state_dir: where digests by (device, inode, size, mtime), calibrations and bits by digest are kept; NULL: nowhere. */
 int model_file_open(const char *path, const char *state_dir, ModelFile **ret, ErrorDetail *reterr);
 ModelFile *model_file_free(ModelFile *file);
 DEFINE_CLEANUP(ModelFile, model_file_free)
@@ -120,8 +120,11 @@ int model_place_weights(Model *model, uint64_t budget_bytes, ErrorDetail *reterr
 /* Where its weights are; weight fields and n_layers only. */
 void model_weights_plan(const Model *model, ModelPlan *ret);
 
+/* Engine thread, between passes: reads the stored calibration or measures it, when a store of @form wants it and there is none yet. */
+int model_prepare_form(Model *model, const KvForm *form, ErrorDetail *reterr);
 /* A store for caches of this model; the caller frees it before the model.  The first one whose form is `leat` reads the stored calibration
- * or measures it (a second or two), so no pass may be open.  max_cache_tokens 0 or beyond the context means the context. */
+ * or measures it (a second or two), so no pass may be open.  Bits of KV_BITS_AUTO become those that were measured for this model, or are
+ * measured now (nbits.h: the cost); kv_store_policy() has them.  max_cache_tokens 0 or beyond the context means the context. */
 int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDetail *reterr);
 
 /* One sequence's part of a pass. */

@@ -12,6 +12,7 @@
 #include "cache/kv-file.h"
 #include "cache/kv-migrate.h"
 #include "daemon/engine/engine.h"
+#include "daemon/model/nbits.h"
 #include "daemon/model/speed.h"
 #include "daemon/text/chat-template.h"
 #include "tests/lib/engine-talk.h"
@@ -44,8 +45,10 @@ static struct {
     bool can_stream;                /* a model may load with half of its weights on the device */
     uint32_t n_moves;               /* of stores */
     bool hold;                      /* passes wait */
+    uint32_t n_bits_steps;          /* passes that measuring automatic bits takes */
+    int bits_error;                 /* how the last of them ends */
     bool packed;                    /* crop goes back to checkpoints only */
-    uint32_t n_opens, n_files, n_models, n_stores, n_caches, n_passes, n_forked, n_rows; /* n_rows: run, not refused */
+    uint32_t n_opens, n_files, n_models, n_stores, n_caches, n_passes, n_forked, n_nbits, n_rows; /* n_rows: run, not refused */
     FakePass passes[FAKE_PASSES];
 } fake = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
@@ -59,6 +62,8 @@ static void fake_reset(void)
     fake.budget = 1000;
     fake.device_tokens = 0;
     fake.n_streams = 0;
+    fake.n_bits_steps = 0;
+    fake.bits_error = 0;
     fake.can_stream = false;
     fake.n_moves = 0;
     fake.n_opens = fake.n_passes = fake.n_forked = fake.n_rows = 0;
@@ -370,7 +375,7 @@ int chat_pieces_encode(const ChatPieces *pieces, const Tokenizer *tokenizer, Tok
 struct ModelFile {
     ModelParams params;
     uint64_t bytes; /* on the device */
-    bool no_template, used, other;
+    bool no_template, used, other, has_bits;
 };
 
 struct Model {
@@ -524,6 +529,70 @@ int model_new(Gpu *gpu, ModelFile *file, const ModelOptions *options, Model **re
     return 0;
 }
 
+int model_prepare_form(Model *model, const KvForm *form, ErrorDetail *reterr)
+{
+    (void)model, (void)form, (void)reterr;
+    return 0;
+}
+
+/* Automatic bits: K 3, V 2 once they were measured. */
+int model_nbits_table(const ModelFile *file, bool exact, const KvPolicy *policy, NbitsTable *ret, ErrorDetail *reterr)
+{
+    (void)exact, (void)policy, (void)reterr;
+    *ret = (NbitsTable){.n = 1, .entries = {{.k_bits = 3, .v_bits = 2, .state = file->has_bits ? NBITS_MEASURED : NBITS_OPEN, .kld = 0.001}}};
+    return 0;
+}
+
+KvPolicy model_nbits_resolve(const ModelFile *file, bool exact, const KvPolicy *policy, bool *ret_known)
+{
+    KvPolicy resolved = *policy;
+
+    (void)exact;
+    *ret_known = !kv_form_is_auto(policy->form) || file->has_bits;
+    if (kv_form_is_auto(policy->form))
+        resolved.form = file->has_bits ? kv_form_leat(3, 2) : kv_form_default(KV_FORM_LEAT);
+    return resolved;
+}
+
+struct Nbits {
+    Model *model;
+    uint32_t n_left;
+};
+
+int nbits_new(Model *model, const KvPolicy *policy, Nbits **ret, ErrorDetail *reterr)
+{
+    Nbits *nbits = calloc(1, sizeof(*nbits));
+
+    (void)policy, (void)reterr;
+    assert_non_null(nbits);
+    *nbits = (Nbits){model, FAKE_GET(n_bits_steps)};
+    FAKE_SET(n_nbits, fake.n_nbits + 1);
+    *ret = nbits;
+    return 0;
+}
+
+Nbits *nbits_free(Nbits *nbits)
+{
+    if (nbits)
+        FAKE_SET(n_nbits, fake.n_nbits - 1);
+    free(nbits);
+    return NULL;
+}
+
+int nbits_step(Nbits *nbits, bool *ret_done, ErrorDetail *reterr)
+{
+    talk_sleep(FAKE_GET(pass_usec));
+    *ret_done = nbits->n_left == 0;
+    if (nbits->n_left-- > 0)
+        return 0;
+    if (FAKE_GET(bits_error)) {
+        nbits->model->gpu->lost = FAKE_GET(bits_error) == MODEL_E_DEVICE;
+        return error_detail_set(reterr, FAKE_GET(bits_error), "bits cannot be measured");
+    }
+    nbits->model->file->has_bits = true;
+    return 0;
+}
+
 int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_measure, ModelSpeed *ret, ErrorDetail *reterr)
 {
     (void)gpu, (void)file, (void)fit, (void)reterr;
@@ -605,6 +674,8 @@ int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDe
     (void)reterr;
     assert_non_null(store);
     *store = (KvStore){.model = model, .policy = *policy};
+    if (kv_form_is_auto(policy->form))
+        store->policy.form = kv_form_leat(3, 2);
     pthread_mutex_lock(&fake.lock);
     fake.n_stores++;
     pthread_mutex_unlock(&fake.lock);
@@ -941,6 +1012,7 @@ static void talk_stop(Talk *talk)
     assert_int_equal(FAKE_GET(n_models), 0);
     assert_int_equal(FAKE_GET(n_stores), 0);
     assert_int_equal(FAKE_GET(n_caches), 0);
+    assert_int_equal(FAKE_GET(n_nbits), 0);
 }
 
 /* What the model says to @prompt, computed here. */

@@ -258,8 +258,67 @@ static void config_policy_takes_the_nearest_block_key_by_key(void **state)
     assert_int_equal(models[0].policy.transfer, KV_TRANSFER_COPY);
     assert_int_equal(models[0].policy.n_slots, 3);
     assert_int_equal(models[0].policy.form.k_bits, 8);
-    assert_int_equal(models[0].policy.form.v_bits, 4);
+    assert_int_equal(models[0].policy.form.v_bits, KV_BITS_AUTO);
     free(models);
+}
+
+static void config_leaves_bits_to_the_model_unless_they_are_written(void **state)
+{
+    static const char *const names[] = {"own", "fixed", "again", "side", "hqq", "hqq-auto", "budget"};
+    static const uint8_t k_bits[] = {KV_BITS_AUTO, 4, KV_BITS_AUTO, 5, 4, KV_BITS_AUTO, KV_BITS_AUTO},
+                         v_bits[] = {KV_BITS_AUTO, 4, KV_BITS_AUTO, KV_BITS_AUTO, 4, KV_BITS_AUTO, KV_BITS_AUTO};
+    static const double budgets[] = {0.001, 0.001, 0.001, 0.001, 0.001, 0.001, 0.05};
+    Fixture *fixture = *state;
+    EngineModel *models = NULL;
+    char *printed = NULL;
+    size_t n, size = 0;
+    FILE *file;
+
+    write_text(fixture, "leat.yaml",
+               "defaults: {cache: {quant: {kld-budget: 0.001}}}\n"
+               "models:\n"
+               "  own: {file: /a}\n"
+               "  fixed: {file: /b, cache: {quant: {nbits: 4}}}\n"
+               "  again: {file: /c, cache: {quant: {nbits: auto}}}\n"
+               "  side: {file: /d, cache: {quant: {nbits_key: 5, nbits_value: auto}}}\n"
+               "  hqq: {file: /e, cache: {quant: {backend: hqq}}}\n"
+               "  hqq-auto: {file: /f, cache: {quant: {backend: hqq, nbits: auto}}}\n"
+               "  budget: {file: /g, cache: {quant: {kld-budget: 0.05}}}\n");
+    assert_int_equal(load(fixture), 0);
+    assert_int_equal(config_engine_models(fixture->config, &models, &n, NULL), 0);
+    assert_int_equal(n, N_ELEMENTS(names));
+    for (size_t i = 0; i < n; i++) {
+        size_t at = 0;
+
+        while (strcmp(names[at], models[i].name) != 0)
+            assert_true(++at < N_ELEMENTS(names));
+        assert_int_equal(models[i].policy.form.k_bits, k_bits[at]);
+        assert_int_equal(models[i].policy.form.v_bits, v_bits[at]);
+        assert_true(models[i].policy.kld_budget > budgets[at] * 0.999 && models[i].policy.kld_budget < budgets[at] * 1.001);
+    }
+    free(models);
+    file = open_memstream(&printed, &size);
+    assert_int_equal(config_print(fixture->config, file), 0);
+    (void)fclose(file);
+    assert_non_null(strstr(printed, "kld-budget: 0.05"));
+    assert_non_null(strstr(printed, "nbits_key: auto"));
+    free(printed);
+}
+
+static void config_refuses_budgets_that_are_none(void **state)
+{
+    Fixture *fixture = *state;
+
+    assert_refused(fixture, "defaults:\n  cache:\n    quant:\n      kld-budget: little\n", 4, 19, "kld-budget");
+    assert_refused(fixture, "defaults:\n  cache:\n    quant:\n      kld-budget: 0\n", 4, 19, "out of range");
+    assert_refused(fixture, "defaults:\n  cache:\n    quant:\n      kld-budget: 2\n", 4, 19, "out of range");
+    assert_refused(fixture, "defaults:\n  cache:\n    quant:\n      kld-budget: -0.1\n", 4, 19, "kld-budget");
+    assert_refused(fixture, "defaults:\n  cache:\n    quant:\n      nbits: automatic\n", 4, 14, "not one of auto, 8, 6, 5, 4, 3, 2, 1");
+    assert_refused(fixture, "defaults:\n  cache:\n    quant:\n      kld_budget: 0.01\n", 4, 7, "did you mean 'quant.kld-budget'");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: dynamic, quant: {kld-budget: 0.01}}}}\n", 1, 0, "no meaning");
+    assert_refused(fixture,
+                   "models: {a: {file: /a, cache: {strategy: quantized, quant: {backend: hqq, compatibility: true, nbits: auto}}}}\n", 1, 0,
+                   "nbits auto has no meaning with quant.compatibility");
 }
 
 static void config_refuses_wrong_combinations_of_cache_keys(void **state)
@@ -268,7 +327,7 @@ static void config_refuses_wrong_combinations_of_cache_keys(void **state)
 
     assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: dynamic, quant: {nbits: 4}}}}\n", 1, 0, "no meaning");
     assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: static, transfer: copy}}}\n", 1, 0, "no meaning");
-    assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {nbits: 7}}}}\n", 1, 0, "not one of 8, 6, 5, 4, 3, 2, 1");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {nbits: 7}}}}\n", 1, 0, "not one of auto, 8, 6, 5, 4, 3, 2, 1");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: quanto, nbits: 3}}}}\n", 1, 0, "quanto keeps pages of 4 and 2 bits");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: hqq, axis_key: 0}}}}\n", 1, 0, "pages of hqq need 1");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: fp8, q_group_size: 64}}}}\n", 1, 0, "neither groups");
@@ -362,6 +421,8 @@ int main(void)
         CASE(config_drop_ins_replace_key_by_key),
         CASE(config_finds_models_in_the_store),
         CASE(config_policy_takes_the_nearest_block_key_by_key),
+        CASE(config_leaves_bits_to_the_model_unless_they_are_written),
+        CASE(config_refuses_budgets_that_are_none),
         CASE(config_refuses_wrong_combinations_of_cache_keys),
         CASE(config_service_prompt_takes_inputs_literally),
         CASE(config_service_sampling_overlays_the_models),

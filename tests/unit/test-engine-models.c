@@ -323,6 +323,139 @@ static void a_path_that_changes_while_it_is_opened_is_opened_anew(void **state)
     talk_stop(talk);
 }
 
+/* ---- automatic bits ---------------------------------------------------------------------------------------------------------- */
+
+static EngineModel auto_model(const char *name, const char *path)
+{
+    EngineModel model = fake_model(name, path);
+
+    model.policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false);
+    model.policy.form.k_bits = model.policy.form.v_bits = KV_BITS_AUTO;
+    return model;
+}
+
+static void automatic_bits_are_measured_by_the_load_and_shown(void **state)
+{
+    EngineModel model = auto_model("m", "m.gguf");
+    EngineRequest request = raw_request("m", "x", 3);
+    Talk *talk = start(&model, 1);
+    EngineEvent *reply;
+    json_t *json, *bits;
+    Seen *seen;
+
+    (void)state;
+    reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_ESTIMATE, .model = "m"});
+    json = json_loads(reply->json, 0, NULL);
+    assert_string_equal(json_string_value(json_object_get(json, "form")), "leat-k5v4");
+    bits = json_object_get(json, "bits");
+    assert_string_equal(json_string_value(json_object_get(bits, "choice")), "usual");
+    assert_string_equal(json_string_value(json_object_get(json_array_get(json_object_get(bits, "candidates"), 0), "state")), "not measured");
+    json_decref(json);
+    FAKE_SET(n_bits_steps, 5);
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_speaks(seen, "x", 3);
+    assert_string_equal(seen->usage.form, "leat-k3v2");
+    reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_ESTIMATE, .model = "m"});
+    json = json_loads(reply->json, 0, NULL);
+    assert_string_equal(json_string_value(json_object_get(json, "form")), "leat-k3v2");
+    bits = json_object_get(json, "bits");
+    assert_string_equal(json_string_value(json_object_get(bits, "choice")), "measured");
+    bits = json_array_get(json_object_get(bits, "candidates"), 0);
+    assert_true(json_is_true(json_object_get(bits, "used")));
+    assert_true(json_real_value(json_object_get(bits, "kld")) > 0.0009);
+    json_decref(json);
+    talk_stop(talk);
+}
+
+static void jobs_of_others_go_on_while_bits_are_measured(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a.gguf"), auto_model("b", "b.gguf")};
+    EngineRequest on_a = raw_request("a", "A", 40), on_b = raw_request("b", "B", 3);
+    Talk *talk = start(models, 2);
+    uint64_t a, b;
+
+    (void)state;
+    assert_int_equal(load(talk, "a")->result, ENGINE_RESULT_DONE);
+    FAKE_SET(pass_usec, 500);
+    FAKE_SET(n_bits_steps, 400);
+    b = talk_generate(talk, &on_b);
+    talk_until(talk, FAKE_GET(n_nbits) == 1);
+    a = talk_generate(talk, &on_a);
+    assert_speaks(talk_wait(talk, a), "A", 40);
+    assert_int_equal(FAKE_GET(n_nbits), 1); /* still at it */
+    assert_string_equal(model_state(talk, "b"), "loading");
+    assert_speaks(talk_wait(talk, b), "B", 3);
+    talk_stop(talk);
+}
+
+static void a_load_that_measures_can_be_left_in_the_middle(void **state)
+{
+    EngineModel model = auto_model("m", "m.gguf"), next = auto_model("m", "n.gguf");
+    EngineRequest request = raw_request("m", "x", 3);
+    Talk *talk = start(&model, 1);
+    uint64_t job;
+
+    (void)state;
+    FAKE_SET(pass_usec, 500);
+    FAKE_SET(n_bits_steps, 100000);
+    job = talk_generate(talk, &request);
+    talk_until(talk, FAKE_GET(n_nbits) == 1);
+    FAKE_SET(n_bits_steps, 2);
+    assert_int_equal(engine_reconfigure(talk->engine, &next, 1), 0); /* another file: the load begins anew */
+    assert_speaks(talk_wait(talk, job), "x", 3);
+    assert_int_equal(engine_reconfigure(talk->engine, NULL, 0), 0);
+    talk_stop(talk);
+    talk = start(&model, 1);
+    FAKE_SET(pass_usec, 500);
+    FAKE_SET(n_bits_steps, 100000);
+    job = talk_generate(talk, &request);
+    talk_until(talk, FAKE_GET(n_nbits) == 1);
+    talk_stop(talk); /* the job ends with the daemon */
+}
+
+static void a_measurement_that_fails_fails_the_load(void **state)
+{
+    EngineModel model = auto_model("m", "m.gguf");
+    EngineRequest request = raw_request("m", "x", 3);
+    Talk *talk = start(&model, 1);
+    Seen *seen;
+
+    (void)state;
+    FAKE_SET(n_bits_steps, 3);
+    FAKE_SET(bits_error, MODEL_E_CORRUPT);
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_int_equal(seen->result, ENGINE_RESULT_MODEL_CORRUPT);
+    assert_non_null(strstr(seen->detail.text, "cannot be measured"));
+    assert_string_equal(model_state(talk, "m"), "failed");
+    FAKE_SET(bits_error, MODEL_E_DEVICE);
+    seen = talk_wait(talk, talk_generate(talk, &request));
+    assert_int_equal(seen->result, ENGINE_RESULT_DEVICE_LOST);
+    FAKE_SET(bits_error, MODEL_E_DEVICE_MEMORY); /* the store then does it in its own way */
+    assert_speaks(talk_wait(talk, talk_generate(talk, &request)), "x", 3);
+    talk_stop(talk);
+}
+
+static void a_device_that_is_lost_while_bits_are_measured_has_the_model_loaded_anew(void **state)
+{
+    EngineModel models[] = {fake_model("a", "a.gguf"), auto_model("b", "b.gguf")};
+    EngineRequest on_a = raw_request("a", "A", 40), on_b = raw_request("b", "B", 3);
+    Talk *talk = start(models, 2);
+    uint64_t a, b;
+
+    (void)state;
+    assert_int_equal(load(talk, "a")->result, ENGINE_RESULT_DONE);
+    FAKE_SET(pass_usec, 500);
+    FAKE_SET(n_bits_steps, 100000);
+    b = talk_generate(talk, &on_b);
+    talk_until(talk, FAKE_GET(n_nbits) == 1);
+    FAKE_SET(n_bits_steps, 2);
+    FAKE_SET(lose, true);
+    a = talk_generate(talk, &on_a);
+    assert_int_equal(talk_wait(talk, a)->result, ENGINE_RESULT_DEVICE_LOST);
+    assert_speaks(talk_wait(talk, b), "B", 3);
+    talk_stop(talk);
+}
+
 /* ---- faults ------------------------------------------------------------------------------------------------------------------- */
 
 static void without_a_device_jobs_fail_with_the_reason_and_the_rest_works(void **state)
@@ -656,6 +789,11 @@ int main(void)
         cmocka_unit_test(evaluation_writes_the_logits_of_every_row),
         cmocka_unit_test(evaluation_refuses_a_pipe),
         cmocka_unit_test(the_status_is_valid_json_at_any_time),
+        cmocka_unit_test(automatic_bits_are_measured_by_the_load_and_shown),
+        cmocka_unit_test(jobs_of_others_go_on_while_bits_are_measured),
+        cmocka_unit_test(a_load_that_measures_can_be_left_in_the_middle),
+        cmocka_unit_test(a_measurement_that_fails_fails_the_load),
+        cmocka_unit_test(a_device_that_is_lost_while_bits_are_measured_has_the_model_loaded_anew),
         cmocka_unit_test(an_estimate_needs_no_loaded_model),
         cmocka_unit_test(the_heartbeat_tells_idle_from_stuck),
         cmocka_unit_test(any_order_of_calls_ends_every_job_once),
