@@ -133,7 +133,7 @@ int ctl_ask_several(Ctl *ctl)
     answer.sequences = json_incref(json_object_get(answer.usage, "sequences"));
     (void)json_object_del(answer.usage, "sequences");
     if (!answer.sequences) /* one answer of one prompt */
-        answer.sequences = json_pack("[{s:i, s:s}]", "prompt", 0, "text", best);
+        answer.sequences = json_pack("[{s:i, s:s, s:O*}]", "prompt", 0, "text", best, "ids", json_object_get(answer.usage, "ids"));
     r = ctl_answer_print(ctl, &answer, false);
     ctl_answer_clear(&answer);
     return r;

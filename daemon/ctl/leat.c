@@ -49,7 +49,7 @@ static void ctl_help(void)
                "      --max-tokens N       0: until the model stops or the context is full\n"
                "      --stop TEXT          ends the answer; may be repeated\n"
                "      --bad-word TEXT      never said; may be repeated\n"
-               "      --min-tokens N       no end before so many;  --no-repeat-ngram N: no N tokens twice in a row\n"
+               "      --min-tokens N       no end before so many;  --no-repeat-ngram N: no run of N tokens comes twice\n"
                "      --ignore-eos         go on after the model's end token\n"
                "  -f, --file FILE          read the prompt (run: the input) from a file; - is standard input\n"
                "  -s, --instructions TEXT  the system message (ask, chat)\n"
