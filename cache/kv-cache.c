@@ -114,8 +114,9 @@ int kv_cache_record(KvCache *cache, bool on)
 
     if (cache->in_pass)
         return error_origin(-EBUSY);
-    if (!past->recording)
-        past->record_from = past->length;
+    if (past->recording == on)
+        return 0;
+    past->record_from = past->length;
     past->recording = on;
     if (on)
         return 0;

@@ -332,6 +332,19 @@ static int bus_session_crop(sd_bus_message *m, void *userdata, sd_bus_error *err
     return r < 0 ? error_trace(r) : 1;
 }
 
+static int bus_session_set_recording(sd_bus_message *m, void *userdata, sd_bus_error *error)
+{
+    BusSession *session = userdata;
+    EngineQuery query = {.kind = ENGINE_QUERY_RECORD_SESSION, .owner = session->client->owner, .session = session->id, .fd = -1};
+    int on, r;
+
+    if ((r = sd_bus_message_read(m, "b", &on)) < 0 || (r = call_options_read_none(m, error)) < 0)
+        return error_trace(r);
+    query.n = on;
+    r = bus_ask_engine(session->bus, m, &query, bus_answer_empty, NULL, error);
+    return r < 0 ? error_trace(r) : 1;
+}
+
 static int bus_session_answer_save(BusQuestion *question, const EngineEvent *event, sd_bus_error *error)
 {
     uint64_t bytes;
@@ -500,6 +513,8 @@ static const sd_bus_vtable bus_session_vtable[] = {
     SD_BUS_METHOD_WITH_NAMES("CountTokens", "aa{sv}a{sv}", SD_BUS_PARAM(messages) SD_BUS_PARAM(options), "u", SD_BUS_PARAM(tokens),
                              bus_session_count_tokens, SD_BUS_VTABLE_UNPRIVILEGED),
     SD_BUS_METHOD_WITH_NAMES("Crop", "ia{sv}", SD_BUS_PARAM(n) SD_BUS_PARAM(options), "u", SD_BUS_PARAM(length), bus_session_crop,
+                             SD_BUS_VTABLE_UNPRIVILEGED),
+    SD_BUS_METHOD_WITH_NAMES("SetRecording", "ba{sv}", SD_BUS_PARAM(on) SD_BUS_PARAM(options), "", , bus_session_set_recording,
                              SD_BUS_VTABLE_UNPRIVILEGED),
     SD_BUS_METHOD_WITH_NAMES("Clone", "a{sv}", SD_BUS_PARAM(options), "o", SD_BUS_PARAM(session), bus_session_clone,
                              SD_BUS_VTABLE_UNPRIVILEGED),

@@ -244,6 +244,7 @@ typedef enum EngineQueryKind {
     ENGINE_QUERY_CLOSE_SESSION,
     ENGINE_QUERY_CLONE_SESSION, /* → session */
     ENGINE_QUERY_CROP_SESSION,  /* n (<= 0) → json {"length"} */
+    ENGINE_QUERY_RECORD_SESSION, /* n: 1 from now on what a crop needs is kept, 0 no longer */
     ENGINE_QUERY_SAVE_SESSION,    /* fd (taken): an ordinary file, overwritten → json {"bytes"} */
     ENGINE_QUERY_RESTORE_SESSION, /* fd (taken): what was saved → json {"length", "cached-length"} */
     ENGINE_QUERY_SESSION_CACHE, /* → json of Session.Cache */

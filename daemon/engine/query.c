@@ -125,6 +125,7 @@ static void query_clone(Engine *engine, Query *query, Session *session)
         query_answer(engine, query, ENGINE_RESULT_OUT_OF_MEMORY, &detail);
         return;
     }
+    clone->recording = session->recording;
     if (session->cache && kv_cache_fork(session->cache, &clone->cache, NULL) == 0) {
         clone->store = session->store;
         session_trim(clone);
@@ -159,7 +160,27 @@ static void query_crop(Engine *engine, Query *query, Session *session)
     }
     /* What a packed cache could not keep is among the ids still, and is run again before the next answer. */
     session->ids.n = keep;
+    if (session->recording && session->cache) { /* anew from here */
+        (void)kv_cache_record(session->cache, false);
+        (void)kv_cache_record(session->cache, true);
+    }
     query_answer_json(engine, query, json_number("length", keep));
+}
+
+/* A cold session begins to record when it is warmed. */
+static void query_record(Engine *engine, Query *query, Session *session)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+
+    if (session->job) {
+        (void)error_detail_set(&detail, -EBUSY, "session %llu is busy", (unsigned long long)session->id);
+        query_answer(engine, query, ENGINE_RESULT_SESSION_BUSY, &detail);
+        return;
+    }
+    session->recording = query->n != 0;
+    if (session->cache)
+        (void)kv_cache_record(session->cache, session->recording); /* refused in a pass only */
+    query_answer(engine, query, ENGINE_RESULT_DONE, NULL);
 }
 
 static void query_cache(Engine *engine, Query *query, Session *session)
@@ -172,10 +193,11 @@ static void query_cache(Engine *engine, Query *query, Session *session)
     if (session->cache)
         kv_cache_bytes(session->cache, &b);
     status_form(policy, form, sizeof(form));
-    json = json_pack("{s:s, s:s, s:s, s:s, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "strategy",
+    json = json_pack("{s:s, s:s, s:s, s:s, s:b, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "strategy",
                      kv_strategy_to_string(policy->strategy), "form", form, "home",
                      policy->home == KV_HOME_HOST || policy->is_compatible ? "host" : "device", "transfer", status_transfer(policy->transfer), "warm",
-                     session->cache != NULL, "length", (json_int_t)session->ids.n, "cached-length", (json_int_t)b.length,
+                     session->cache != NULL, "recording", session->recording, "length", (json_int_t)session->ids.n, "cached-length",
+                     (json_int_t)b.length,
                      "context", (json_int_t)slot_context(session->slot, policy), "host-bytes", (json_int_t)b.host, "device-bytes",
                      (json_int_t)b.device, "staging-bytes", (json_int_t)b.staging, "checkpoint-bytes", (json_int_t)b.checkpoints,
                      "pages", (json_int_t)b.n_pages, "pages-shared", (json_int_t)b.n_pages_shared);
@@ -200,6 +222,8 @@ static void query_session(Engine *engine, Query *query)
         query_clone(engine, query, session);
     } else if (query->kind == ENGINE_QUERY_CROP_SESSION) {
         query_crop(engine, query, session);
+    } else if (query->kind == ENGINE_QUERY_RECORD_SESSION) {
+        query_record(engine, query, session);
     } else if (query->kind == ENGINE_QUERY_SAVE_SESSION) {
         files_save(engine, query, session);
     } else if (query->kind == ENGINE_QUERY_RESTORE_SESSION) {
@@ -323,6 +347,7 @@ void query_handle(Engine *engine, Query *query)
     case ENGINE_QUERY_CLOSE_SESSION:
     case ENGINE_QUERY_CLONE_SESSION:
     case ENGINE_QUERY_CROP_SESSION:
+    case ENGINE_QUERY_RECORD_SESSION:
     case ENGINE_QUERY_SAVE_SESSION:
     case ENGINE_QUERY_RESTORE_SESSION:
     case ENGINE_QUERY_SESSION_CACHE:

@@ -26,6 +26,7 @@ struct Session {
     Job *job;         /* the one generation that may use it, or NULL */
     uint64_t last_used_usec;
     int spill_fd;      /* an unnamed file with what the session was when it was written, or -1 */
+    bool recording;    /* its cache keeps what a crop needs */
     bool in_file_task; /* it is being written there or read back */
 };
 

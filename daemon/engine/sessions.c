@@ -128,7 +128,7 @@ bool sessions_others_hold_memory(const Engine *engine, const Job *job)
     return false;
 }
 
-EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)
+static EngineResult warm(Engine *engine, Job *job, ErrorDetail *reterr)
 {
     Session *session = job->session;
     StoreSlot *store;
@@ -151,9 +151,18 @@ EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)
         r = kv_cache_new(store->store, &session->cache, reterr);
     while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, job));
     if (r == KV_E_DEVICE_MEMORY && ladder_for_pass(engine, session->slot, store))
-        return sessions_warm(engine, job, reterr); /* it ends where the ladder does */
+        return warm(engine, job, reterr); /* it ends where the ladder does */
     if (r)
         return result_from_kv(r);
     session->store = store;
     return ENGINE_RESULT_DONE;
+}
+
+EngineResult sessions_warm(Engine *engine, Job *job, ErrorDetail *reterr)
+{
+    EngineResult result = warm(engine, job, reterr);
+
+    if (result == ENGINE_RESULT_DONE)
+        (void)kv_cache_record(job->session->cache, job->session->recording); /* refused in a pass only */
+    return result;
 }

@@ -477,6 +477,7 @@ static const RandomMethod random_methods[] = {
     {"session", SESSION, "Generate", "M"},
     {"session", SESSION, "CountTokens", "M"},
     {"session", SESSION, "Crop", "i"},
+    {"session", SESSION, "SetRecording", "b"},
     {"session", SESSION, "Clone", ""},
     {"session", SESSION, "Cancel", ""},
     {"session", SESSION, "Close", ""},
@@ -553,6 +554,9 @@ static void random_argument(sd_bus_message *m, uint64_t *seed, const RandomMetho
         break;
     case 'i':
         assert_return_code(sd_bus_message_append(m, "i", (int)random_below(seed, 40) - 30), 0);
+        break;
+    case 'b':
+        assert_return_code(sd_bus_message_append(m, "b", (int)random_below(seed, 2)), 0);
         break;
     case 'I':
         assert_return_code(sd_bus_message_append(m, "s", method->path[0] == '/' ? "" : method->interface), 0);

@@ -445,6 +445,7 @@ static void a_clone_has_its_own_length(void **state)
     reply = call_ok(bus, session, SESSION, "Clone", "a{sv}", 0);
     assert_return_code(sd_bus_message_read(reply, "o", &clone), 0);
     assert_int_equal(get_u32(bus, clone, SESSION, "ContextUsed"), 10);
+    sd_bus_message_unref(call_ok(bus, clone, SESSION, "SetRecording", "ba{sv}", 1, 0));
     crop_clone = call_ok(bus, clone, SESSION, "Crop", "ia{sv}", -4, 0);
     assert_return_code(sd_bus_message_read(crop_clone, "u", &clone_length), 0);
     crop = call_ok(bus, session, SESSION, "Crop", "ia{sv}", 0, 0);

@@ -394,6 +394,7 @@ struct KvCache {
     KvStore *store;
     int32_t ids[FAKE_CONTEXT];
     uint32_t n, checkpoints[64], n_checkpoints;
+    bool recording;
 };
 
 /* Every cache that there is, for the sum of their tokens. */
@@ -793,6 +794,12 @@ int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDe
     while (cache->n_checkpoints > 0 && cache->checkpoints[cache->n_checkpoints - 1] > n_keep)
         cache->n_checkpoints--;
     cache->n = *ret_length = n_keep;
+    return 0;
+}
+
+int kv_cache_record(KvCache *cache, bool on)
+{
+    cache->recording = on;
     return 0;
 }
 

@@ -150,6 +150,23 @@ static void a_busy_session_and_another_owners_are_refused(void **state)
     talk_stop(talk);
 }
 
+/* A session that is cold begins to record when it is warmed; a crop begins anew, off is off. */
+static void recording_is_a_state_of_the_session(void **state)
+{
+    Talk *talk = start_one();
+    uint64_t session = talk_open(talk, "m", 1);
+
+    (void)state;
+    assert_int_equal(ask_session(talk, ENGINE_QUERY_RECORD_SESSION, session, 1)->result, ENGINE_RESULT_DONE);
+    say(talk, session, "0123456789", 6);
+    assert_true(fake_caches[0] && fake_caches[0]->recording);
+    assert_int_equal(number_of(ask_session(talk, ENGINE_QUERY_CROP_SESSION, session, -3), "length"), 12);
+    assert_true(fake_caches[0]->recording);
+    assert_int_equal(ask_session(talk, ENGINE_QUERY_RECORD_SESSION, session, 0)->result, ENGINE_RESULT_DONE);
+    assert_false(fake_caches[0]->recording);
+    talk_stop(talk);
+}
+
 static void crop_removes_from_the_end_and_says_the_length(void **state)
 {
     Talk *talk = start_one();
@@ -337,6 +354,7 @@ int main(void)
         cmocka_unit_test(a_packed_cache_runs_again_what_it_cannot_keep),
         cmocka_unit_test(a_cancelled_generation_leaves_a_session_that_goes_on_right),
         cmocka_unit_test(a_busy_session_and_another_owners_are_refused),
+        cmocka_unit_test(recording_is_a_state_of_the_session),
         cmocka_unit_test(crop_removes_from_the_end_and_says_the_length),
         cmocka_unit_test(a_clone_shares_the_past_and_goes_its_own_way),
         cmocka_unit_test(facts_of_the_cache_are_told),
