@@ -215,9 +215,13 @@ int model_shrink_rows(Model *model, uint32_t max_rows, ErrorDetail *reterr)
     r = model_fold_gpu(gpu_drain(model->gpu, model->options.deadline_usec, reterr));
     if (r)
         return r;
-    free_rows(model);
-    model->options.max_rows = max_rows;
-    r = build_rows(model, reterr);
+    /* A device may refuse even what was given back just now. */
+    do {
+        free_rows(model);
+        model->options.max_rows = max_rows;
+        r = build_rows(model, reterr);
+        max_rows /= 2;
+    } while (r == MODEL_E_DEVICE_MEMORY && max_rows > 0);
     model->weights.broken |= r != 0;
     return r;
 }
@@ -236,15 +240,23 @@ int model_stream_more(Model *model, uint64_t bytes, ErrorDetail *reterr)
     const Placement *now = &model->weights.placement;
     uint64_t taken = now->device_bytes + now->staging_bytes;
     ModelOptions options = model->options;
-    Placement placement = PLACEMENT_NULL;
     int r;
 
     if (bytes == 0 || bytes >= taken)
         return error_detail_set(reterr, MODEL_E_DEVICE_MEMORY, "the weights take %llu bytes of the device and cannot give %llu back",
                                 (unsigned long long)taken, (unsigned long long)bytes);
     options.weights.budget_bytes = taken - bytes;
-    r = model_placement(gpu_info(model->gpu), model->file, &options, &placement, reterr);
-    return r ? r : move_weights(model, &options, &placement, reterr);
+    /* A device may refuse even what was given back just now: then with less, as long as there is less. */
+    do {
+        Placement placement = PLACEMENT_NULL;
+
+        r = model_placement(gpu_info(model->gpu), model->file, &options, &placement, reterr);
+        if (r)
+            return r;
+        r = move_weights(model, &options, &placement, reterr);
+        options.weights.budget_bytes -= options.weights.budget_bytes / 8;
+    } while (r == MODEL_E_DEVICE_MEMORY && model->weights.broken);
+    return r;
 }
 
 int model_place_weights(Model *model, uint64_t budget_bytes, ErrorDetail *reterr)

@@ -11,10 +11,10 @@
 
 /* CLSIM_PART=1: pages of a cache at home on the device are written beside those that a kernel reads. */
 #define DEVICE                                                                                                                          \
-    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=1G CLSIM_POISON=1 CLSIM_PART=1 "  \
+    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=4G CLSIM_POISON=1 CLSIM_PART=1 "  \
     "CLSIM_CHECK=all CLSIM_MISUSE=71 "
 
-enum { N_VOCAB = 320, N_PROMPT = 60, N_STEPS = 10 };
+enum { N_VOCAB = 320, N_PROMPT = 40, N_STEPS = 10 };
 
 static clsim_set_faults_fn set_faults(void)
 {
@@ -150,12 +150,56 @@ static void a_refused_buffer_costs_a_step_of_the_ladder_not_the_answer(void **st
     sim_rig_run_well("refuse", DEVICE "CLSIM_MEMORY=32M");
 }
 
+/* The same when buffers are refused while weights and batch give way between two tokens. */
+static void give_way(void)
+{
+    static float expected[N_STEPS * N_VOCAB], logits[N_STEPS * N_VOCAB];
+    clsim_set_faults_fn arm = set_faults();
+    KvPolicy policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false);
+    Gpu *gpu = rig_open_gpu();
+    char path[4096];
+
+    rig_path("tiny-llama-mixed.gguf", path, sizeof(path));
+    for (int faulty = 0; faulty < 2; faulty++) {
+        Model *model = rig_open_model(gpu, path, NULL, (ModelOptions){.max_rows = 256});
+        KvStore *store = rig_new_store(model, &policy);
+        KvCache *cache = NULL;
+        uint64_t bytes;
+
+        CHECK(kv_cache_new(store, &cache, NULL) == 0);
+        for (int32_t i = 0; i < N_STEPS; i++) {
+            ModelItem item = {.cache = cache, .tokens = &i, .n_tokens = 1};
+
+            bytes = model_device_bytes(model);
+            if (faulty && i % 3 == 1) {
+                CHECK(arm("clCreateBuffer:2:CL_MEM_OBJECT_ALLOCATION_FAILURE;clCreateBuffer:4:CL_MEM_OBJECT_ALLOCATION_FAILURE") == 0);
+                CHECK((i % 2 ? model_stream_more(model, 9000, NULL) : model_shrink_rows(model, model_options(model)->max_rows / 2, NULL)) == 0);
+                CHECK(arm("") == 0);
+                CHECK(model_device_bytes(model) < bytes);
+            }
+            CHECK(model_forward(model, store, &item, 1, (faulty ? logits : expected) + i * N_VOCAB, NULL) == 0);
+        }
+        kv_cache_free(cache);
+        kv_store_free(store);
+        model_free(model);
+    }
+    CHECK(memcmp(expected, logits, sizeof(expected)) == 0);
+    gpu_free(gpu);
+}
+
+static void what_gives_way_gives_more_when_the_device_refuses_the_rest(void **state)
+{
+    (void)state;
+    sim_rig_run_well("give-way", DEVICE "CLSIM_MEMORY=32M");
+}
+
 int main(int argc, char **argv)
 {
-    static const SimScenario scenarios[] = {{"stream", stream}, {"refuse", refuse}};
+    static const SimScenario scenarios[] = {{"stream", stream}, {"refuse", refuse}, {"give-way", give_way}};
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(streamed_weights_race_with_nothing),
         cmocka_unit_test(a_refused_buffer_costs_a_step_of_the_ladder_not_the_answer),
+        cmocka_unit_test(what_gives_way_gives_more_when_the_device_refuses_the_rest),
     };
 
     if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
