@@ -63,7 +63,7 @@ bool kv_migrate_is_same(const KvMigration *m, uint32_t l)
 
 bool kv_store_is_same(const KvStore *from, const KvStore *to)
 {
-    return same_layers(from, to) && same_forms(from, to);
+    return !from->host && !to->host && same_layers(from, to) && same_forms(from, to);
 }
 
 /* ---- what has been moved ---------------------------------------------------------------------------------------------------- */
@@ -308,6 +308,8 @@ static int check(KvCache *const *caches, uint32_t n, const KvStore *to, bool los
             return error_detail_set(reterr, -EBUSY, "cache: sequence %u to be moved is in a pass, or in another store", i);
     if (from == to || from->pass.active || to->pass.active)
         return error_detail_set(reterr, from == to ? -EINVAL : -EBUSY, "cache: a store cannot move into itself, nor during a pass");
+    if (from->host || to->host)
+        return error_detail_set(reterr, -ENOTSUP, "cache: what compatibility mode keeps has no pages to move");
     if (!same_layers(from, to))
         return error_detail_set(reterr, -EINVAL, "cache: the two stores are for different layers");
     if (!lossy && !same_forms(from, to))

@@ -4,6 +4,7 @@
  * a position has the same bits.  Every comparison is exact.
  */
 
+#include "cache/kv-migrate.h"
 #include "tests/lib/kv-bench.h"
 
 #include <setjmp.h>
@@ -757,6 +758,29 @@ static void device_pages_beyond_their_budget_are_refused(void **state)
     (void)kv_store_free(store);
 }
 
+/* A past without pages is not taken for an empty one. */
+static void compatibility_mode_is_not_moved(void **state)
+{
+    Fixture *fixture = *state;
+    KvPolicy policy = device_policy(KV_FORM_F16), compatible = kv_policy_preset(KV_STRATEGY_QUANTIZED, true);
+    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 20);
+    KvStore *store, *target = store_new(fixture, &policy);
+    KvCache *cache;
+
+    compatible.is_compatible = true;
+    compatible.max_cache_tokens = KV_BENCH_MAX_TOKENS;
+    assert_int_equal(kv_quant_options(&(KvQuantRequest){0}, &compatible.compatible, NULL), 0);
+    store = store_new(fixture, &compatible);
+    cache = cache_new(store);
+    kv_bench_run(&fixture->bench, store, cache, stream, 20, 20);
+    assert_int_equal(kv_store_migrate(store, target, true, NULL), -ENOTSUP);
+    assert_false(kv_store_is_same(store, target));
+    assert_int_equal(kv_cache_length(cache), 20);
+    (void)kv_cache_free(cache);
+    (void)kv_store_free(store);
+    (void)kv_store_free(target);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -779,6 +803,7 @@ int main(void)
         cmocka_unit_test(abort_gives_reserved_pages_back),
         cmocka_unit_test(host_budget_gives_up_checkpoints_before_pages),
         cmocka_unit_test(device_pages_beyond_their_budget_are_refused),
+        cmocka_unit_test(compatibility_mode_is_not_moved),
     };
 
     printf("seed %u\n", SEED);
