@@ -240,19 +240,23 @@ static void wrong_copies_are_refused(void)
 /* By name a program gets the layer's functions, or none that would reach past it. */
 static void entry_points_by_name_are_the_layers(void)
 {
-    typedef cl_int(CL_API_CALL * ReleaseDevice)(cl_device_id);
+    typedef cl_int(CL_API_CALL * Flush)(cl_command_queue);
+    typedef cl_int(CL_API_CALL * PlatformIds)(cl_uint, cl_platform_id *, cl_uint *);
     clsim_count_calls_fn count;
-    ReleaseDevice release;
+    PlatformIds platform_ids;
     SimWorld world;
     cl_ulong before;
+    cl_uint n = 0;
+    Flush flush;
 
     sim_world_open(&world);
     *(void **)&count = clGetExtensionFunctionAddressForPlatform(world.platform, "clsimCountCalls");
-    *(void **)&release = clGetExtensionFunctionAddressForPlatform(world.platform, "clReleaseDeviceEXT");
-    CHECK(count && release);
-    before = count("clReleaseDeviceEXT");
-    (void)release(world.device);
-    CHECK(count("clReleaseDeviceEXT") == before + 1);
+    *(void **)&flush = clGetExtensionFunctionAddressForPlatform(world.platform, "clFlush");
+    *(void **)&platform_ids = clGetExtensionFunctionAddressForPlatform(world.platform, "clIcdGetPlatformIDsKHR");
+    CHECK(count && flush && platform_ids);
+    before = count("any");
+    CHECK(flush(world.a) == CL_SUCCESS && platform_ids(0, NULL, &n) == CL_SUCCESS && n > 0);
+    CHECK(count("any") == before + 2 && count("clFlush") == 1 && count("clGetPlatformIDs") == 2);
     CHECK(!clGetExtensionFunctionAddressForPlatform(world.platform, "clCreateCommandBufferKHR"));
     CHECK(!clGetExtensionFunctionAddressForPlatform(world.platform, "clNoSuchFunction"));
     sim_world_close(&world);

@@ -41,7 +41,10 @@ static void callback_run(SimCallback *callback, cl_int status)
     object_unref(&event->object);
 }
 
-/* Takes @callback from its event's list; false when the layer has fired it already. */
+/* Fired by the layer.  The driver may still come with them, so they stay. */
+static SimCallback *fired_callbacks;
+
+/* Takes @callback from its event's list; false when the layer has fired it. */
 static bool callback_take(SimCallback *callback)
 {
     bool fired;
@@ -62,12 +65,12 @@ static void CL_CALLBACK driver_notify(cl_event handle, cl_int status, void *user
     SimCallback *callback = userdata;
 
     (void)handle;
-    if (callback_take(callback))
-        callback_run(callback, status);
+    if (!callback_take(callback))
+        return;
+    callback_run(callback, status);
     free(callback);
 }
 
-/* What the layer has called stays allocated, since the driver may come later. */
 void event_check_failed(SimEvent *event)
 {
     SimCallback *callbacks;
@@ -89,6 +92,10 @@ void event_check_failed(SimEvent *event)
         SimCallback *next = callbacks->next;
 
         callback_run(callbacks, status);
+        sim_lock();
+        callbacks->next = fired_callbacks;
+        fired_callbacks = callbacks;
+        sim_unlock();
         callbacks = next;
     }
     dependents_free(dependents, true);
@@ -116,7 +123,7 @@ void event_add_dependent_locked(SimEvent *event, SimEvent *dependent)
 {
     SimDependent *node;
 
-    if (event->paced && event->status <= CL_COMPLETE)
+    if (event->settled)
         return;
     node = malloc(sizeof(*node));
     if (!node)
@@ -235,8 +242,20 @@ cl_int callback_wait(SimEvent *event)
         return status;
     }
     sim_lock();
-    while (!wait.over)
-        sim_wait(&sim.changed);
+    while (!wait.over) {
+        struct timespec until;
+
+        (void)clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 20000000;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        if (sim_wait_until(&sim.changed, &until))
+            continue;
+        /* In case that the driver has failed it and says nothing. */
+        sim_unlock();
+        event_check_failed(event);
+        sim_lock();
+    }
     sim_unlock();
     return wait.status;
 }

@@ -13,6 +13,17 @@
 
 /* ---- begin and end ------------------------------------------------------------------------------------------------- */
 
+/* Drivers run, fail or forget a command that is enqueued behind a failed event; here it fails, as it should. */
+static bool has_failed(const SimEvent *event)
+{
+    cl_int status = CL_QUEUED;
+
+    if (event->paced)
+        return event->status < 0;
+    return event->may_fail && sim.next.clGetEventInfo(event->object.handle, CL_EVENT_COMMAND_EXECUTION_STATUS, sizeof(status), &status,
+                                                      NULL) == CL_SUCCESS && status < 0;
+}
+
 static cl_int take_waits(SimCommand *command, cl_uint n, const cl_event *handles)
 {
     command->waits = command->few_waits;
@@ -36,6 +47,8 @@ static cl_int take_waits(SimCommand *command, cl_uint n, const cl_event *handles
         command->n_waits = command->n_handles = i + 1;
         if (event && event->context != command->queue->object.context)
             return CL_INVALID_CONTEXT;
+        if (event && has_failed((SimEvent *)event) && command->call->event_status == CL_SUCCESS)
+            command->call->event_status = CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST;
     }
     return CL_SUCCESS;
 }
@@ -52,13 +65,13 @@ cl_int command_begin(SimCommand *command, SimCall *call, cl_command_queue handle
     command->allocated = NULL;
     command->label = "";
     command->waits_for_all = false;
+    (void)pthread_mutex_lock(&sim.enqueuing);
     status = object_check(call, SIM_QUEUE, handle);
     if (status != CL_SUCCESS)
         return status;
     command->queue = (SimQueue *)object_find(SIM_QUEUE, handle);
     if (!command->queue)
         return CL_INVALID_COMMAND_QUEUE;
-    (void)pthread_mutex_lock(&command->queue->lock);
     if ((n == 0) != (waits == NULL))
         return CL_INVALID_EVENT_WAIT_LIST;
     status = take_waits(command, n, waits);
@@ -79,10 +92,8 @@ void command_end(SimCommand *command)
     for (size_t i = 0; i < command->n_accesses; i++)
         object_unref(command->accesses[i].mem ? &command->accesses[i].mem->object : NULL);
     free(command->allocated);
-    if (command->queue) {
-        (void)pthread_mutex_unlock(&command->queue->lock);
-        object_unref(&command->queue->object);
-    }
+    (void)pthread_mutex_unlock(&sim.enqueuing);
+    object_unref(command->queue ? &command->queue->object : NULL);
 }
 
 void command_access(SimCommand *command, SimMem *mem, uint64_t begin, uint64_t bytes, bool writes)
@@ -201,7 +212,6 @@ static cl_int start_job(SimCommand *command, SimJob *job, SimEvent *event)
 {
     SimQueue *queue = command->queue;
     SimEvent *last = queue->in_order ? queue->last : queue->barrier;
-    cl_event tail = NULL;
     cl_int status = CL_SUCCESS;
 
     job->pending = 1;
@@ -211,9 +221,7 @@ static cl_int start_job(SimCommand *command, SimJob *job, SimEvent *event)
         job_after(job, last, false);
     /* Barriers of a queue without order are the driver's, which must find this among what came before. */
     if (!queue->in_order)
-        status = sim.next.clEnqueueMarkerWithWaitList(queue->object.handle, 1, &event->order, &tail);
-    if (tail)
-        (void)sim.next.clReleaseEvent(tail);
+        status = sim.next.clEnqueueMarkerWithWaitList(queue->object.handle, 1, &event->order, &event->tail);
     note_event(command, event);
     job_advance(job, status);
     return CL_SUCCESS;

@@ -46,6 +46,8 @@ void event_destroy(SimEvent *event)
 {
     dependents_free(event->dependents, false);
     (void)sim.next.clReleaseEvent(event->object.handle);
+    if (event->tail)
+        (void)sim.next.clReleaseEvent(event->tail);
     if (event->order && event->order != event->object.handle)
         (void)sim.next.clReleaseEvent(event->order);
     object_unref(event->queue ? &event->queue->object : NULL);
@@ -85,27 +87,25 @@ static void set_times(SimEvent *event, cl_int status)
     event->queued_nsec += ahead;
 }
 
-void event_set(SimEvent *event, cl_int status)
+/* The event is over: the driver is told, and all that waits is let go. */
+static void settle(SimEvent *event, cl_int status)
 {
-    SimFollower *followers = NULL;
-    SimDependent *dependents = NULL;
+    SimDependent *dependents;
 
+    (void)sim.next.clSetUserEventStatus(event->order, CL_COMPLETE);
+    if (event->object.handle != event->order)
+        (void)sim.next.clSetUserEventStatus(event->object.handle, status);
     sim_lock();
-    set_times(event, status);
-    event->status = status;
-    if (status <= CL_COMPLETE) {
-        followers = event->followers;
-        event->followers = NULL;
-        dependents = event->dependents;
-        event->dependents = NULL;
-        (void)pthread_cond_broadcast(&sim.changed);
-    }
+    /* Not before the driver knows: what was enqueued until then may fail with it. */
+    event->settled = true;
+    dependents = event->dependents;
+    event->dependents = NULL;
     sim_unlock();
-    if (status <= CL_COMPLETE) {
-        (void)sim.next.clSetUserEventStatus(event->order, CL_COMPLETE);
-        if (event->object.handle != event->order)
-            (void)sim.next.clSetUserEventStatus(event->object.handle, status);
-    }
+    dependents_free(dependents, status < 0);
+}
+
+static void advance(SimFollower *followers, cl_int status)
+{
     while (followers) {
         SimFollower *next = followers->next;
 
@@ -113,7 +113,29 @@ void event_set(SimEvent *event, cl_int status)
         free(followers);
         followers = next;
     }
-    dependents_free(dependents, status < 0);
+}
+
+void event_set(SimEvent *event, cl_int status)
+{
+    SimFollower *followers = NULL;
+
+    /* PoCL loses a command that is enqueued while an event of its wait list fails. */
+    if (status < 0)
+        (void)pthread_mutex_lock(&sim.enqueuing);
+    sim_lock();
+    set_times(event, status);
+    event->status = status;
+    if (status <= CL_COMPLETE) {
+        followers = event->followers;
+        event->followers = NULL;
+        (void)pthread_cond_broadcast(&sim.changed);
+    }
+    sim_unlock();
+    if (status <= CL_COMPLETE)
+        settle(event, status);
+    if (status < 0)
+        (void)pthread_mutex_unlock(&sim.enqueuing);
+    advance(followers, status);
     sim_lock();
     callbacks_queue(event, status);
     sim_unlock();

@@ -69,8 +69,16 @@ static void *address(void (*function)(void))
     return pointer;
 }
 
+/* Of the loader's table; the driver behind it need not have them. */
+static bool is_extension(const char *name)
+{
+    size_t length = strlen(name);
+
+    return length > 3 && (strcmp(name + length - 3, "KHR") == 0 || strcmp(name + length - 3, "EXT") == 0);
+}
+
 /* The layer's function of that name, or of the name that it had as an extension; NULL: none. */
-static void *find_ours(const char *name)
+static void *find_ours(const char *name, const void *driver)
 {
     static const struct {
         const char *name;
@@ -86,6 +94,8 @@ static void *find_ours(const char *name)
     for (size_t i = 0; i < SIM_N_ELEMENTS(aliases); i++)
         if (strcmp(aliases[i].name, name) == 0)
             function = aliases[i].function;
+    if (is_extension(name) && !driver)
+        return NULL;
     if (function < SIM_N_FUNCTIONS)
         memcpy(&pointer, (const unsigned char *)&sim.table + function * sizeof(void *), sizeof(pointer));
     return pointer;
@@ -105,7 +115,7 @@ static void *choose(const char *name, void *driver)
         return address((void (*)(void))set_faults);
     if (strcmp(name, "clsimCountCalls") == 0)
         return address((void (*)(void))count_calls);
-    ours = find_ours(name);
+    ours = find_ours(name, driver);
     if (ours)
         return ours;
     return sim.config.unified || is_harmless(name) ? driver : NULL;

@@ -73,6 +73,8 @@ static void hook_all(void)
 __attribute__((visibility("default"))) CL_API_ENTRY cl_int CL_API_CALL clInitLayer(cl_uint n, const cl_icd_dispatch *next,
                                                                                    cl_uint *ret_n, const cl_icd_dispatch **ret)
 {
+    pthread_mutexattr_t recursive;
+
     if (!next || !ret_n || !ret || sim.ready)
         return CL_INVALID_VALUE;
     memcpy(&sim.next, next, SIM_MIN(n * sizeof(void *), sizeof(sim.next)));
@@ -81,6 +83,10 @@ __attribute__((visibility("default"))) CL_API_ENTRY cl_int CL_API_CALL clInitLay
         report_note("the settings are wrong: the program is ended");
         _exit(2);
     }
+    (void)pthread_mutexattr_init(&recursive);
+    (void)pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
+    (void)pthread_mutex_init(&sim.enqueuing, &recursive);
+    (void)pthread_mutexattr_destroy(&recursive);
     sim.table = sim.next;
     hook_all();
     sim.owner = getpid();

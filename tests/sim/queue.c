@@ -11,13 +11,11 @@ void queue_destroy(SimQueue *queue)
     sim_lock();
     order_chain_free(queue->chain);
     sim_unlock();
-    (void)pthread_mutex_destroy(&queue->lock);
 }
 
 static cl_command_queue queue_new(const SimCall *call, cl_command_queue handle, SimObject *context, cl_device_id device,
                                   cl_command_queue_properties properties, cl_int *errcode_ret)
 {
-    pthread_mutexattr_t recursive;
     SimQueue *queue;
 
     if (!handle || !context)
@@ -31,11 +29,6 @@ static cl_command_queue queue_new(const SimCall *call, cl_command_queue handle, 
         SIM_SET(errcode_ret, CL_OUT_OF_HOST_MEMORY);
         return NULL;
     }
-    /* The program may enqueue from a callback that the driver makes inside of an enqueue. */
-    (void)pthread_mutexattr_init(&recursive);
-    (void)pthread_mutexattr_settype(&recursive, PTHREAD_MUTEX_RECURSIVE);
-    (void)pthread_mutex_init(&queue->lock, &recursive);
-    (void)pthread_mutexattr_destroy(&recursive);
     queue->in_order = !(properties & CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE);
     queue->profiling = properties & CL_QUEUE_PROFILING_ENABLE;
     sim_lock();

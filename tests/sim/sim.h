@@ -24,8 +24,8 @@
  * Handles are the driver's own.  A paced command is seen by the program as a user event of the driver, so every other command, queue and
  * callback of the driver can wait for it; the layer answers what a user event cannot say (queue, type, state, times).
  *
- * Locks: SimQueue.lock (recursive) keeps the order of a queue's commands and is taken first; sim.lock guards everything else and is never held
- * while the driver or the program is called.
+ * Locks: sim.enqueuing is held while a command is enqueued, so that queues keep their order, and while an event fails; the driver and callbacks
+ * of the program may be called under it, so it is recursive and taken first.  sim.lock guards everything else; neither is called under it.
  */
 
 /* All that the loader's table has. */
@@ -273,7 +273,6 @@ struct SimContext {
 
 typedef struct SimQueue {
     SimObject object;
-    pthread_mutex_t lock;
     SimDevice *device;
     bool in_order, profiling;
     SimEvent *last;        /* ref; in order: the last command */
@@ -355,7 +354,9 @@ struct SimEvent {
     char label[40];           /* of a kernel */
     bool paced;
     cl_event order;           /* complete whatever the outcome: what only the queue's order makes wait */
+    cl_event tail;            /* out of order: a marker of the driver's that waits for it */
     cl_int status;            /* paced: CL_QUEUED … CL_COMPLETE, or an error */
+    bool settled;             /* paced: the driver knows its last status */
     bool may_fail;            /* the driver's, and waits for what may fail */
     uint64_t queued_nsec, submit_nsec, start_nsec, end_nsec; /* CLOCK_MONOTONIC; the device's clock once it is complete */
     SimCallback *callbacks;
@@ -411,7 +412,7 @@ void arguments_ask(cl_kernel kernel, const char *name, cl_uint n, uint64_t known
 #define SIM_N_WAITS    32 /* longer lists are allocated */
 typedef struct SimCommand {
     SimCall *call;
-    SimQueue *queue;       /* ref, locked */
+    SimQueue *queue;       /* ref */
     SimEvent **waits;      /* refs; NULL entries: unknown to the layer */
     cl_event *handles;     /* the program's wait list and what the layer adds, for the driver; NULL: none */
     cl_uint n_waits, n_handles;
@@ -428,7 +429,7 @@ typedef struct SimCommand {
     size_t n_accesses;
 } SimCommand;
 
-/* Checks queue and wait list and holds the queue until command_end(), which is due after a failure too. */
+/* Checks queue and wait list; nothing else is enqueued until command_end(), which is due after a failure too. */
 cl_int command_begin(SimCommand *command, SimCall *call, cl_command_queue queue, cl_uint n_waits, const cl_event *waits);
 /* @mem: with a reference of the command's own; NULL: host memory by address. */
 void command_access(SimCommand *command, SimMem *mem, uint64_t begin, uint64_t bytes, bool writes);
@@ -492,6 +493,7 @@ typedef struct Sim {
     cl_icd_dispatch next;  /* the layer below */
     cl_icd_dispatch table; /* ours */
     pthread_mutex_t lock;
+    pthread_mutex_t enqueuing; /* recursive */
     pthread_cond_t changed; /* some paced event is done */
     SimDevice *devices;
     SimAccesses host;
@@ -507,7 +509,7 @@ void sim_lock(void);
 void sim_unlock(void);
 /* Waits on a condition with sim.lock held. */
 void sim_wait(pthread_cond_t *changed);
-bool sim_wait_until(pthread_cond_t *changed, const struct timespec *until); /* CLOCK_MONOTONIC; false when that has come */
+bool sim_wait_until(pthread_cond_t *changed, const struct timespec *until); /* false when that has come */
 /* Whether this thread holds it. */
 bool sim_is_locked(void);
 
