@@ -249,7 +249,9 @@ static int plan_section(const GpuInfo *info, const KvSectionSizes *section, KvPl
     if (r)
         return error_detail_set(reterr, r < 0 ? r : -EINVAL, "cache: '%s' has no attention kernels for this model", info->name);
     plan->operand_bytes += attend_bytes + section->inputs_bytes + section->n_planes * section->calibration_layer_bytes;
-    if (section->home == KV_HOME_HOST)
+    if (section->home == KV_HOME_HOST && (section->attend.visibility.window > 0 || section->kind == KV_LAYER_CROSS))
+        plan->host_window_bytes += section->held_pages * section->page_bytes;
+    else if (section->home == KV_HOME_HOST)
         plan->host_bytes_per_token += (uint64_t)section->n_planes * section->layout.page_bytes / KV_PAGE_TOKENS;
     plan->device_page_bytes += (section->device_pages + section->resident_pages) * section->page_bytes;
     return 0;

@@ -139,7 +139,8 @@ typedef struct KvPlan {
     uint64_t tail_bytes;        /* max_sequences tail slots, and twice as many slots of states */
     uint64_t operand_bytes;     /* the kernels' operands, step inputs, calibration */
     uint64_t device_page_bytes; /* home device: pages of one static cache, or the first step of growth; home host: the resident share */
-    uint64_t host_bytes_per_token;
+    uint64_t host_bytes_per_token; /* of layers that keep everything */
+    uint64_t host_window_bytes;    /* of one sequence: windows and encoder output at their longest */
     uint32_t tile_blocks, n_slots; /* n_slots 0: tiles are read in place */
 } KvPlan;
 int kv_store_plan(const GpuInfo *info, const KvModel *model, const KvPolicy *policy, KvPlan *ret, ErrorDetail *reterr);

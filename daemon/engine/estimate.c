@@ -111,7 +111,7 @@ static json_t *plan_json(const ModelFit *fit, uint32_t context)
         "activation-bytes", (json_int_t)p->activation_bytes, "staging-bytes", (json_int_t)p->kv.staging_bytes, "tail-bytes",
         (json_int_t)p->kv.tail_bytes, "operand-bytes", (json_int_t)p->kv.operand_bytes, "device-page-bytes",
         (json_int_t)p->kv.device_page_bytes, "host-bytes-per-token", (json_int_t)p->kv.host_bytes_per_token, "host-bytes",
-        (json_int_t)(p->kv.host_bytes_per_token * context), "staging-slots", (json_int_t)p->kv.n_slots, "tile-tokens",
+        (json_int_t)(p->kv.host_bytes_per_token * context + p->kv.host_window_bytes), "staging-slots", (json_int_t)p->kv.n_slots, "tile-tokens",
         (json_int_t)p->kv.tile_blocks * KV_BLOCK_PAGES * KV_PAGE_TOKENS, "device-bytes", (json_int_t)p->device_total_bytes, "fits",
         p->device_total_bytes <= p->device_budget_bytes);
 }

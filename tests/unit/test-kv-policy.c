@@ -183,6 +183,33 @@ static void of_layers_that_share_one_past_the_last_is_marked(void **state)
     kv_sizes_deinit(&sizes);
 }
 
+/* A layer with a window is as long as its window, wherever it lives; on the device it is part of the budget before the ring is. */
+static void plan_of_a_window_does_not_grow_with_the_context(void **state)
+{
+    static const KvLayer layers[] = {{.kind = KV_LAYER_FULL}, {.kind = KV_LAYER_SLIDING, .window = 512}};
+    KvPolicy policy = preset(KV_STRATEGY_OFFLOADED);
+    uint64_t page = 32 * 3 * (64 + 64) * 2;
+    KvModel model = smollm;
+    KvPlan moved, stays, more;
+
+    (void)state;
+    model.layers = layers;
+    model.n_layers = 2;
+    model.max_rows = 64;
+    assert_int_equal(kv_store_plan(&small_gpu, &model, &policy, &moved, NULL), 0);
+    assert_int_equal(moved.host_bytes_per_token, page / 32);
+    assert_int_equal(moved.host_window_bytes, ((512 + 64 + 64) / 32 + 2) * page);
+    assert_int_equal(moved.device_page_bytes, 0);
+    policy.max_cache_tokens = 32768;
+    assert_int_equal(kv_store_plan(&small_gpu, &model, &policy, &more, NULL), 0);
+    assert_int_equal(more.host_window_bytes, moved.host_window_bytes);
+    policy.offload_only_non_sliding = true;
+    assert_int_equal(kv_store_plan(&small_gpu, &model, &policy, &stays, NULL), 0);
+    assert_int_equal(stays.host_window_bytes, 0);
+    assert_int_equal(stays.host_bytes_per_token, page / 32);
+    assert_true(stays.device_page_bytes > 0 && stays.device_page_bytes <= 2 * moved.host_window_bytes);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -193,6 +220,7 @@ int main(void)
         cmocka_unit_test(plan_names_the_numbers_when_nothing_fits),
         cmocka_unit_test(plan_of_a_static_device_cache_counts_its_pages),
         cmocka_unit_test(plan_refuses_nonsense_by_name),
+        cmocka_unit_test(plan_of_a_window_does_not_grow_with_the_context),
         cmocka_unit_test(of_layers_that_share_one_past_the_last_is_marked),
     };
 
