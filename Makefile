@@ -223,7 +223,8 @@ help:
 	  'make check              all set-up and every test  [SANITIZE=address,undefined]' \
 	  "make test T=NAME [F='*pattern*']  one test program" \
   'make soak               an hour of random programs on the cache  [SOAK_SECONDS=3600]' \
-	  'make bench              ratios against llama.cpp, in one run on a quiet machine' \
+	  'make sim                the simulated small GPU, a layer for the OpenCL loader (tests/sim/README.md)' \
+  'make bench              ratios against llama.cpp, in one run on a quiet machine' \
 	  'make install            [DESTDIR=] [PREFIX=/usr] [SYSCONFDIR=/etc]' \
 	  'make clean   make check-layers   V=1 shows commands   DEVELOPER=0 without -Werror'
 
