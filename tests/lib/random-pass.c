@@ -171,7 +171,9 @@ bool random_begin(Run *run, const Item *items, uint32_t n_items, KvPass **ret)
     *ret = NULL;
     for (uint32_t i = 0; i < n_items; i++)
         pass_items[i] = (KvPassItem){items[i].sequence->cache, items[i].n_tokens};
-    must(gpu_step_begin(run->world->gpu), "step");
+    r = gpu_step_begin(run->world->gpu);
+    if (r)
+        return failed(run, "no step can begin (%d), so the device is lost", r);
     r = kv_pass_begin(run->store, pass_items, n_items, ret, &detail);
     if (r == expected && r == 0)
         return true;
@@ -333,7 +335,9 @@ bool random_run_cross(Run *run, Sequence *sequence, uint32_t seed, bool *ret_the
         KvPass *pass;
         int r;
 
-        must(gpu_step_begin(run->world->gpu), "step");
+        r = gpu_step_begin(run->world->gpu);
+        if (r)
+            return failed(run, "no step can begin (%d), so the device is lost", r);
         r = kv_cross_begin(run->store, &item, 1, &pass, &detail);
         if (random_may_refuse(run, r)) {
             *ret_there = false;
