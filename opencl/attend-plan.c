@@ -13,9 +13,11 @@ static AttendKernels best_kernels(const GpuInfo *info, const AttendOptions *opti
 {
     if (info->simd == GPU_SIMD_PORTABLE)
         return ATTEND_KERNELS_LANES;
-    if (options->exact || options->form.group_dims == 0 || info->simd < GPU_SIMD_AVX512BW)
+    if (options->exact || options->form.group_dims == 0)
         return ATTEND_KERNELS_VECTORS;
-    return info->simd >= GPU_SIMD_AVX512VNNI ? ATTEND_KERNELS_VNNI : ATTEND_KERNELS_BW;
+    return info->simd >= GPU_SIMD_AVX512VNNI ? ATTEND_KERNELS_VNNI
+           : info->simd >= GPU_SIMD_AVX512BW ? ATTEND_KERNELS_BW
+                                             : ATTEND_KERNELS_AVX2;
 }
 
 static int check_visibility(const AttendOptions *options, ErrorDetail *reterr)
@@ -110,7 +112,7 @@ static int product(uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t *ret
 int attend_sizes(const AttendOptions *options, AttendKernels kernels, AttendSizes *ret, ErrorDetail *reterr)
 {
     const KvShape *shape = &options->shape;
-    bool integer = kernels >= ATTEND_KERNELS_BW;
+    bool integer = kernels >= ATTEND_KERNELS_AVX2;
     uint32_t state_bytes = (shape->v_head_dim + 2) * (uint32_t)sizeof(float), pad = attend_rotary_pad(options);
     AttendSizes sizes = {0};
     KvLayout layout;

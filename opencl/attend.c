@@ -56,15 +56,15 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
                  "-DK_DIM=%u -DV_DIM=%u -DN_HEADS=%u -DN_KV=%u -DROT_HALF=%u -DFORM=%d -DK_BITS=%u -DV_BITS=%u -DGROUP_DIMS=%u -DK_GROUPS=%u "
                  "-DV_GROUPS=%u -DCENTRE=%d -DPAIR_SCALE=%d -DROTATE=%d -DPLAIN_LEVELS=%d -DSINK_TOKENS=%u -DTAIL_TOKENS=%u -DTAIL_BITS=%u "
                  "-DRECORD_BYTES=%u -DPAGE_BYTES=%u -DK_HIGH=%u -DV_OFFSET=%u -DV_HIGH=%u -DK_SCALE=%u -DV_SCALE=%u "
-                 "-DSCORE_SCALE=as_float(0x%08xu) -DLANES=%d -DW=%d -DCOLS=%u -DN_FAST=%u -DINTEGER=%d -DVNNI=%d "
+                 "-DSCORE_SCALE=as_float(0x%08xu) -DLANES=%d -DW=%d -DCOLS=%u -DN_FAST=%u -DINTEGER=%d -DVNNI=%d -DNARROW=%d "
                  "-DCAPPED=%d -DSOFTCAP=as_float(0x%08xu) -DSINK_LOGITS=%d",
                  o->shape.k_head_dim, o->shape.v_head_dim, o->shape.n_heads, o->shape.n_kv_heads, o->shape.rotary_dim / 2, (int)o->form.kind,
                  o->form.k_bits, o->form.v_bits, o->form.group_dims ? o->form.group_dims : NO_GROUPS, l->k_groups, l->v_groups,
                  (int)o->form.centre, o->form.pair_scale, o->form.rotation == KV_ROTATION_HADAMARD, o->form.levels == KV_LEVELS_PLAIN,
                  o->form.sink_tokens, kv_ring_tokens(o->form), o->tail_bits, l->record_bytes, l->page_bytes, l->k_high_offset, l->v_offset,
                  l->v_high_offset, l->k_scale_offset, l->v_scale_offset, float_to_bits((float)(o->scale * M_LOG2E)),
-                 lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, attend->columns, attend->n_fast, attend->kernels >= ATTEND_KERNELS_BW,
-                 attend->kernels == ATTEND_KERNELS_VNNI, o->softcap > 0,
+                 lanes ? ATTEND_LANES : 1, lanes ? 1 : 16, attend->columns, attend->n_fast, attend->kernels >= ATTEND_KERNELS_AVX2,
+                 attend->kernels == ATTEND_KERNELS_VNNI, attend->kernels == ATTEND_KERNELS_AVX2, o->softcap > 0,
                  float_to_bits((float)(o->softcap * M_LOG2E)), o->sink_logits);
     return n < 0 || (size_t)n >= size ? -EOVERFLOW : 0;
 }
@@ -72,7 +72,7 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
 static int build_kernels(Attend *attend, ErrorDetail *reterr)
 {
     static const char *const sources[] = {"attend-common.cl", "attend-prepare.cl", "attend-group.cl",    "attend-pack.cl",  "attend-block.cl",
-                                          "attend-tile.cl",   "attend-tile-x86.cl", "attend-walk.cl",    "attend-finish.cl"};
+                                          "attend-tile.cl",   "attend-x86.cl",     "attend-tile-x86.cl", "attend-walk.cl", "attend-finish.cl"};
     struct {
         const char *name;
         GpuKernel **kernel;

@@ -73,6 +73,7 @@ typedef enum AttendKernels {
     ATTEND_KERNELS_AUTO,    /* the last one that the device, the form and `exact` allow */
     ATTEND_KERNELS_LANES,   /* float32, work-groups of 32: GPUs; runs everywhere */
     ATTEND_KERNELS_VECTORS, /* float32, 16-wide vectors in single work-items: CPUs */
+    ATTEND_KERNELS_AVX2,    /* integer products, AVX2 */
     ATTEND_KERNELS_BW,      /* integer products, AVX-512BW */
     ATTEND_KERNELS_VNNI,    /* integer products, AVX-512 VNNI */
 } AttendKernels;

@@ -13,7 +13,7 @@
  * K_BITS, V_BITS, GROUP_DIMS (huge without groups), K_GROUPS, V_GROUPS, CENTRE (0 none, 1 before RoPE, 2 after), PAIR_SCALE, ROTATE,
  * PLAIN_LEVELS (0 or 1), SINK_TOKENS, TAIL_TOKENS (of the ring), TAIL_BITS, record layout of quant/kv-codec.h (RECORD_BYTES, PAGE_BYTES,
  * K_HIGH, V_OFFSET, V_HIGH, K_SCALE, V_SCALE), SCORE_SCALE (of scores, times log2 e), LANES, W, COLS (query heads that share a read of the
- * keys), N_FAST (pairs that turn too fast for interpolation), INTEGER (0 or 1), VNNI (0 or 1), CAPPED (0 or 1) and SOFTCAP (times log2 e),
+ * keys), N_FAST (pairs that turn too fast for interpolation), INTEGER, VNNI, NARROW (AVX2) (0 or 1), CAPPED (0 or 1) and SOFTCAP (times log2 e),
  * SINK_LOGITS (0 or 1).
  */
 
@@ -52,6 +52,7 @@
 #define N_FAST       12
 #define INTEGER      0
 #define VNNI         0
+#define NARROW       0
 #define CAPPED       0
 #define SOFTCAP      1.0f
 #define SINK_LOGITS  0

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Blocks of forms with groups in integers, for x86 with AVX-512BW, better with VNNI (inline assembly: PoCL 3.1's compiler knows the
- * instruction's bytes, not its name).
+ * Blocks of forms with groups in integers, for x86 with AVX2 (NARROW) or AVX-512BW, better with VNNI (inline assembly: PoCL 3.1's
+ * compiler knows the instruction's bytes, not its name); attend-x86.cl has the instructions.
  *
- * Assumes LANES 1, W 16.  Queries are 14-bit codes (attend-prepare.cl), weights times V scale too: 128 high + low, two products each.
+ * Queries are 14-bit codes (attend-prepare.cl), weights times V scale too: 128 high + low, two products each.
  * Sums of codes are exact in 32 bits for a whole block: neither the order nor the unpacking below can change a bit.  The weights'
  * reference is the largest (score + exponent of the token's V scale), so that an outlier among the scales costs no precision.
  *
@@ -12,142 +12,6 @@
  */
 
 #if INTEGER
-
-typedef char Bytes64 __attribute__((vector_size(64)));
-typedef short Shorts32 __attribute__((vector_size(64)));
-typedef int Ints16 __attribute__((vector_size(64)));
-typedef float Floats16 __attribute__((vector_size(64)));
-typedef char Bytes16 __attribute__((vector_size(16)));
-
-#define ALL_16 ((ushort)-1)
-#define NEAREST 4 /* rounding mode: as set */
-
-/* An int of memory in all lanes.  Volatile, or the compiler would hoist the spread queries of all dims out of the loop over pages and
- * spill them. */
-#define SPREAD(to, four) __asm__ volatile("vpbroadcastd %1, %0" : "=v"(to) : "m"(four))
-
-/* acc[lane] += four unsigned bytes of the lane times four signed bytes. */
-#if VNNI
-#define DOT_FOUR(acc, unsigned_bytes, signed_bytes) \
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes))
-#else
-static inline int16 dot_bw(int16 acc, int16 unsigned_bytes, int16 signed_bytes)
-{
-    Shorts32 ones = __builtin_astype((int16)(0x10001), Shorts32);
-    Shorts32 pairs = (Shorts32)__builtin_ia32_pmaddubsw512(__builtin_astype(unsigned_bytes, Bytes64), __builtin_astype(signed_bytes, Bytes64));
-
-    return acc + __builtin_astype(__builtin_ia32_pmaddwd512(pairs, ones), int16);
-}
-#define DOT_FOUR(acc, unsigned_bytes, signed_bytes) ((acc) = dot_bw(acc, unsigned_bytes, signed_bytes))
-#endif
-
-/* The same for values and parts of weights, 0 to 127; V_ZERO: what the codes are too large by, times 2.  Sums of two products saturate in
- * pmaddubsw: 8-bit codes get a sign there, so that 127 * 128 * 2 fits. */
-#if VNNI || V_BITS != 8
-#define DOT_VALUES(acc, bytes, weights) DOT_FOUR(acc, bytes, weights)
-#define V_ZERO                          V_TOP
-#else
-#define DOT_VALUES(acc, bytes, weights) DOT_FOUR(acc, weights, (bytes) ^ (int)0x80808080)
-#define V_ZERO                          (-1)
-#endif
-
-#define WEIGHT_SHIFT 7 /* bits of each part of a weight */
-#define WEIGHT_TOP   ((1 << (2 * WEIGHT_SHIFT)) - 1)
-
-#define K_BLOCK_BYTES (BLOCK_TOKENS * K_DIM)
-#define K_PAGE_BYTES  (PAGE_TOKENS * K_DIM)
-#define V_PAGE_BYTES  (PAGE_TOKENS * V_DIM)
-
-#define RECORD_LINES (RECORD_BYTES / 64)
-#define PREFETCH(at) __asm__ volatile("prefetcht0 %0" : : "m"(*(at)))
-
-static inline int16 load_codes(const __global uchar *at)
-{
-    return *(const __global int16 *)at;
-}
-
-static inline int16 round_to_int(float16 x)
-{
-    Ints16 none = __builtin_astype((int16)(0), Ints16);
-
-    return __builtin_astype(__builtin_ia32_cvtps2dq512_mask(__builtin_astype(x, Floats16), none, ALL_16, NEAREST), int16);
-}
-
-/* The low bytes, to an aligned place: PoCL's convert_char16() and vstore16() of characters go lane by lane. */
-static inline void store_bytes(int16 x, char *to)
-{
-    *(char16 *)to = __builtin_astype(__builtin_convertvector(__builtin_astype(x, Ints16), Bytes16), char16);
-}
-
-static inline float16 largest_of(float16 a, float16 b)
-{
-    return __builtin_astype(__builtin_ia32_maxps512(__builtin_astype(a, Floats16), __builtin_astype(b, Floats16), NEAREST), float16);
-}
-
-/* 2^x to 2.4e-6: a tenth of what a weight's rounding loses. */
-static inline float16 exp2_coarse(float16 x)
-{
-    Floats16 in = __builtin_astype(x, Floats16), whole = __builtin_ia32_rndscaleps_mask(in, 8, in, ALL_16, NEAREST);
-    float16 rest = x - __builtin_astype(whole, float16), p = fma((float16)(1.3333558e-3f), rest, (float16)(9.6181291e-3f));
-
-    p = fma(p, rest, (float16)(5.5504109e-2f));
-    p = fma(p, rest, (float16)(2.4022651e-1f));
-    p = fma(p, rest, (float16)(6.9314718e-1f));
-    p = fma(p, rest, (float16)(1.0f));
-    in = __builtin_astype(p, Floats16);
-    return __builtin_astype(__builtin_ia32_scalefps512_mask(in, whole, in, ALL_16, NEAREST), float16);
-}
-
-/* Field @i of @width bits of each byte. */
-static inline int16 code_field(int16 word, int i, int width)
-{
-    return width == 8 ? word : (word >> (i * width)) & (int)FIELD_MASK(width);
-}
-
-/* The same from a high plane, moved above @base bits. */
-static inline int16 rest_field(int16 word, int i, int width, int base)
-{
-    const int down = i * width - base;
-
-    return (down <= 0 ? word << -down : word >> down) & (int)(FIELD_MASK(width) << base);
-}
-
-/* ---- unpacking to bytes --------------------------------------------------------------------------------------------------------- */
-
-static inline void unpack_keys(const __global uchar *record, __global uchar *to)
-{
-    for (int g = 0; g < K_VECTORS; g++)
-        for (int upper = 0; upper < 2; upper++) {
-            int16 word = load_codes(record + (g * 2 + upper) * 64);
-
-            UNROLL for (int i = 0; i < K_PER; i++) {
-                const int four = g * K_PER + i;
-                int16 codes = code_field(word, i, K_BASE);
-#if K_REST
-                codes |= rest_field(load_codes(record + K_HIGH + (four / K_REST_PER * 2 + upper) * 64), four % K_REST_PER, K_REST, K_BASE);
-#endif
-                *(__global int16 *)(to + (four * 2 + upper) * 64) = codes;
-            }
-        }
-}
-
-/* Codes of tokens 4 t .. 4 t + 3 of dims 16 dims .. */
-static inline int16 value_codes(const __global uchar *record, int dims, int t)
-{
-    int16 codes = code_field(load_codes(record + V_OFFSET + (dims * V_BASE + t / V_PER) * 64), t % V_PER, V_BASE);
-
-#if V_REST
-    codes |= rest_field(load_codes(record + V_HIGH + (dims * V_REST + t / V_REST_PER) * 64), t % V_REST_PER, V_REST, V_BASE);
-#endif
-    return codes;
-}
-
-static inline void unpack_values(const __global uchar *record, __global uchar *to)
-{
-    for (int dims = 0; dims < V_DIM / 16; dims++)
-        UNROLL for (int t = 0; t < 8; t++)
-            *(__global int16 *)(to + (dims * 8 + t) * 64) = value_codes(record, dims, t);
-}
 
 /* Before the columns of a ref: whether attend_block() shall read bytes from @scratch. */
 static inline bool block_begin(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head,
@@ -174,6 +38,84 @@ typedef struct { int16 part[COLS][2][2]; } Sums; /* [column][upper][high, low] *
 /* Query codes of column @c: four dims 4 g .. 4 g + 3, high or low part. */
 #define QUERY(columns, c, g, part) (((const __global int *)((columns)->operand[c] + K_DIM))[(g) * 2 + (part)])
 
+/* Vectors of the base planes of a group; of the last there may be fewer. */
+#define GROUP_VECTORS ((GROUP_DIMS < K_DIM ? GROUP_DIMS : K_DIM) / 4 / K_PER)
+
+#if NARROW
+typedef struct { int8 part[COLS][2]; } EightSums;
+
+/* Codes of one group of 8 tokens, as bytes at @bytes or from the planes at @record, by registers: pairs of products sum in 16 bits. */
+static inline EightSums dot_eight(const __global uchar *bytes, const __global uchar *record, int place, int group, const Columns *columns)
+{
+    short16 pairs[COLS][2];
+    EightSums sums;
+
+    UNROLL for (int c = 0; c < COLS; c++)
+        UNROLL for (int part = 0; part < 2; part++) {
+            pairs[c][part] = 0;
+            sums.part[c][part] = 0;
+        }
+    UNROLL for (int i = 0; i < GROUP_VECTORS * K_PER; i++) {
+        const int four = group * GROUP_VECTORS * K_PER + i;
+        int8 codes;
+
+        if (K_DIM / 4 % (GROUP_VECTORS * K_PER) && four >= K_DIM / 4)
+            break;
+        if (bytes) {
+            codes = *(const __global int8 *)(bytes + four * 128 + place);
+        } else {
+            codes = code_field_8(*(const __global int8 *)(record + four / K_PER * 128 + place), four % K_PER, K_BASE);
+#if K_REST
+            codes |= rest_field_8(*(const __global int8 *)(record + K_HIGH + four / K_REST_PER * 128 + place), four % K_REST_PER, K_REST,
+                                  K_BASE);
+#endif
+        }
+        UNROLL for (int c = 0; c < COLS; c++)
+            UNROLL for (int part = 0; part < 2; part++) {
+                int8 query;
+
+                SPREAD(query, QUERY(columns, c, four, part));
+                pairs[c][part] += pair_products(codes, query);
+                if (i % K_STEPS == K_STEPS - 1) {
+                    sums.part[c][part] = add_pairs(sums.part[c][part], pairs[c][part]);
+                    pairs[c][part] = 0;
+                }
+            }
+    }
+    UNROLL for (int c = 0; c < COLS; c++)
+        UNROLL for (int part = 0; part < 2; part++)
+            sums.part[c][part] = add_pairs(sums.part[c][part], pairs[c][part]);
+    return sums;
+}
+
+static inline Sums dot_narrow(const __global uchar *bytes, const __global uchar *record, int group, const Columns *columns)
+{
+    Sums sums;
+
+    for (int upper = 0; upper < 2; upper++) {
+        EightSums low = dot_eight(bytes, record, upper * 64, group, columns);
+        EightSums high = dot_eight(bytes, record, upper * 64 + 32, group, columns);
+
+        UNROLL for (int c = 0; c < COLS; c++)
+            UNROLL for (int part = 0; part < 2; part++)
+                sums.part[c][upper][part] = (int16)(low.part[c][part], high.part[c][part]);
+    }
+    return sums;
+}
+
+static inline Sums dot_bytes(const __global uchar *codes, int group, const Columns *columns)
+{
+    return dot_narrow(codes, 0, group, columns);
+}
+
+static inline Sums dot_planes(const __global uchar *record, const __global uchar *ahead, int group, const Columns *columns)
+{
+    if (group == 0)
+        for (int line = 0; line < RECORD_LINES; line++)
+            PREFETCH(ahead + line * 64);
+    return dot_narrow(0, record, group, columns);
+}
+#else
 /* Four dims of all 32 tokens. */
 #define DOT_COLUMNS(sums, codes0, codes1, g)                                                                              \
     UNROLL for (int c = 0; c < COLS; c++)                                                                                 \
@@ -216,8 +158,7 @@ static inline Sums dot_bytes(const __global uchar *codes, int group, const Colum
         if ((step) * STEP_LINES + i_line < RECORD_LINES)                                                                  \
             PREFETCH(ahead + ((step) * STEP_LINES + i_line) * 64);
 
-/* The same from the planes.  A group is whole vectors of the base planes; the last may be shorter. */
-#define GROUP_VECTORS ((GROUP_DIMS < K_DIM ? GROUP_DIMS : K_DIM) / 4 / K_PER)
+/* The same from the planes. */
 static inline Sums dot_planes(const __global uchar *record, const __global uchar *ahead, int group, const Columns *columns)
 {
     Sums sums = no_sums();
@@ -244,6 +185,7 @@ static inline Sums dot_planes(const __global uchar *record, const __global uchar
     }
     return sums;
 }
+#endif
 
 /* Adds one group's exact sums to the scores: 2 (code - K_TOP / 2) q = 2 code q - K_TOP q, and what the middle code stands for times the
  * sum of q. */
@@ -434,7 +376,9 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
 }
 
 /* Vectors of 16 dims that are summed together: as many as leave registers for the codes. */
-#if V_DIM % 64 == 0 && GROUP_DIMS % 64 == 0 && COLS <= 3
+#if NARROW
+#define V_STRIPE 1
+#elif V_DIM % 64 == 0 && GROUP_DIMS % 64 == 0 && COLS <= 3
 #define V_STRIPE 4
 #elif V_DIM % 32 == 0 && GROUP_DIMS % 32 == 0
 #define V_STRIPE 2
@@ -442,6 +386,24 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
 #define V_STRIPE 1
 #endif
 
+#if NARROW
+/* Tokens 4 t .. 4 t + 3 of 16 dims. */
+#define VALUE_COLUMNS(codes, t)                                                                                           \
+    UNROLL for (int c = 0; c < COLS; c++)                                                                                 \
+        UNROLL for (int part = 0; part < 2; part++)                                                                       \
+        {                                                                                                                 \
+            int8 weight;                                                                                                  \
+                                                                                                                          \
+            SPREAD(weight, ((const int *)weights->part[side][c][part])[p * 8 + (t)]);                                     \
+            pairs[c][part][0] += VALUE_PAIRS((codes)[0].lo, weight);                                                      \
+            pairs[c][part][1] += VALUE_PAIRS((codes)[0].hi, weight);                                                      \
+            if ((t) % V_STEPS == V_STEPS - 1) {                                                                           \
+                sums[0][c][part].lo = add_pairs(sums[0][c][part].lo, pairs[c][part][0]);                                  \
+                sums[0][c][part].hi = add_pairs(sums[0][c][part].hi, pairs[c][part][1]);                                  \
+                pairs[c][part][0] = pairs[c][part][1] = 0;                                                                \
+            }                                                                                                             \
+        }
+#else
 /* Tokens 4 t .. 4 t + 3 of all V_STRIPE vectors. */
 #define VALUE_COLUMNS(codes, t)                                                                                           \
     UNROLL for (int c = 0; c < COLS; c++)                                                                                 \
@@ -453,6 +415,7 @@ static inline void block_weights(const __global Ref *ref, const __global uchar *
             UNROLL for (int i = 0; i < V_STRIPE; i++)                                                                       \
                 DOT_VALUES(sums[i][c][part], (codes)[i], weight);                                                         \
         }
+#endif
 
 /* Weighted values of dims 16 first .. 16 (first + V_STRIPE) - 1. */
 static inline void block_values(const __global Ref *ref, const __global uchar *pages, const __global uchar *fresh, int kv_head, int first,
@@ -460,6 +423,12 @@ static inline void block_values(const __global Ref *ref, const __global uchar *p
 {
     const int side = first * 16 / GROUP_DIMS;
     int16 sums[V_STRIPE][COLS][2];
+#if NARROW
+    short16 pairs[COLS][2][2];
+
+    UNROLL for (int c = 0; c < COLS; c++)
+        pairs[c][0][0] = pairs[c][0][1] = pairs[c][1][0] = pairs[c][1][1] = 0;
+#endif
 
     UNROLL for (int i = 0; i < V_STRIPE; i++)
         UNROLL for (int c = 0; c < COLS; c++)

@@ -121,6 +121,7 @@ static const WorldItem ragged_passes[][2] = {
 static bool device_has(const GpuInfo *info, AttendKernels kernels)
 {
     return kernels <= ATTEND_KERNELS_LANES || (kernels == ATTEND_KERNELS_VECTORS && info->simd >= GPU_SIMD_AVX2) ||
+           (kernels == ATTEND_KERNELS_AVX2 && info->simd >= GPU_SIMD_AVX2) ||
            (kernels == ATTEND_KERNELS_BW && info->simd >= GPU_SIMD_AVX512BW) ||
            (kernels == ATTEND_KERNELS_VNNI && info->simd >= GPU_SIMD_AVX512VNNI);
 }
@@ -135,7 +136,7 @@ typedef struct Row {
 
 static double tolerance_of(const Row *row, AttendKernels kernels)
 {
-    return kernels < ATTEND_KERNELS_BW ? 1e-5 : row->extreme ? 7e-2 : 3e-3;
+    return kernels < ATTEND_KERNELS_AVX2 ? 1e-5 : row->extreme ? 7e-2 : 3e-3;
 }
 
 static void check(Fixture *fixture, const Row *row)
@@ -143,7 +144,7 @@ static void check(Fixture *fixture, const Row *row)
     const KvForm *f = &row->form;
     AttendKernels kernels = device_has(&fixture->info, row->kernels) ? row->kernels : ATTEND_KERNELS_AUTO;
     WorldOptions options = {
-        .attend = {.form = *f, .shape = row->shape, .exact = kernels > ATTEND_KERNELS_AUTO && kernels < ATTEND_KERNELS_BW,
+        .attend = {.form = *f, .shape = row->shape, .exact = kernels > ATTEND_KERNELS_AUTO && kernels < ATTEND_KERNELS_AVX2,
                    .tail_bits = f->kind == KV_FORM_F32 ? 32 : 16, .scale = 1.0f / sqrtf((float)row->shape.k_head_dim), .max_rows = 256,
                    .max_refs = 64, .kernels = kernels},
         .max_tokens = 512, .calibrated = true, .value = row->extreme ? extreme : ordinary,
@@ -199,7 +200,7 @@ static Row deal(uint32_t i, KvForm form, uint32_t head_dim, AttendKernels kernel
 /* GPU kernels take PoCL half a minute of compiling: one row of each form. */
 static AttendKernels deal_kernels(uint32_t i, KvFormKind kind)
 {
-    static const AttendKernels grouped[] = {ATTEND_KERNELS_VNNI, ATTEND_KERNELS_VECTORS, ATTEND_KERNELS_BW, ATTEND_KERNELS_VNNI};
+    static const AttendKernels grouped[] = {ATTEND_KERNELS_VNNI, ATTEND_KERNELS_VECTORS, ATTEND_KERNELS_BW, ATTEND_KERNELS_AVX2};
     static const uint32_t lanes[] = {2, 43, 50, 55, 58};
 
     for (size_t k = 0; k < N_ELEMENTS(lanes); k++)
@@ -231,7 +232,7 @@ static void check_pair(Fixture *fixture, uint32_t i, KvForm form, uint32_t dim)
     }
     for (uint32_t d = 0; d < N_HEAD_DIMS; d++)
         for (int kernels = ATTEND_KERNELS_LANES; kernels <= ATTEND_KERNELS_VNNI; kernels++)
-            if (device_has(&fixture->info, (AttendKernels)kernels) && (kernels < ATTEND_KERNELS_BW || deal(i, form, 64, 0).form.group_dims)) {
+            if (device_has(&fixture->info, (AttendKernels)kernels) && (kernels < ATTEND_KERNELS_AVX2 || deal(i, form, 64, 0).form.group_dims)) {
                 row = deal(i + d, form, head_dims[d], (AttendKernels)kernels);
                 check(fixture, &row);
             }
