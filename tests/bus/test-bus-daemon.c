@@ -22,7 +22,7 @@ static void assert_say_the_same(sd_bus *a, const char *session_a, sd_bus *b, con
     free(generate(a, session_a, "And then?", 12, true, &fds[0]));
     free(generate(b, session_b, "And then?", 12, true, &fds[1]));
     for (int i = 0; i < 2; i++) {
-        stream_hear(fds[i], 60, &heard[i]);
+        stream_hear(fds[i], 300, &heard[i]);
         assert_string_equal(heard[i].reason, "length");
         (void)close(fds[i]);
     }
@@ -43,7 +43,7 @@ static void a_saved_session_goes_on_in_another_connection(void **state)
     Heard heard = {0};
 
     free(generate(first, session, "Tell me of a mill.", 16, false, &stream));
-    stream_hear(stream, 60, &heard);
+    stream_hear(stream, 300, &heard);
     heard_clear(&heard);
     (void)close(stream);
     wait_until_idle(first);

@@ -203,7 +203,7 @@ static void wrong_options_are_refused_by_name(void **state)
     } while (0)
     REFUSED(bad.tail_bits = 8, "8 bits");
     REFUSED(bad.form = (kv_form_default(KV_FORM_F32)); bad.tail_bits = 16, "16 bits");
-    REFUSED(bad.form.k_bits = 3, "3 bits");
+    REFUSED(bad.form.k_bits = 7, "7");
     REFUSED(bad.shape.n_kv_heads = 0, "heads");
     REFUSED(bad.shape.k_head_dim = 65, "k_head_dim 65");
     REFUSED(bad.shape.v_head_dim = 592, "v_head_dim 592");
