@@ -6,6 +6,7 @@
 
 #include "tests/sim/sim.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,11 +32,6 @@ static const struct {
     [SIM_KERNEL] = {"kernel", "a kernel", CL_INVALID_KERNEL},    [SIM_EVENT] = {"event", "an event", CL_INVALID_EVENT},
     [SIM_SAMPLER] = {"sampler", "a sampler", CL_INVALID_SAMPLER},
 };
-
-const char *object_kind_name(SimKind kind)
-{
-    return kinds[kind].name;
-}
 
 static SimObject **bucket_of(const void *handle)
 {
@@ -284,11 +280,11 @@ static void report_leak(const SimObject *object)
 {
     char what[64];
 
-    what[0] = '\0';
+    (void)snprintf(what, sizeof(what), "%s", kinds[object->kind].name);
     if (object->kind == SIM_MEM)
         memory_name((const SimMem *)object, what, sizeof(what));
-    report_misuse("leak", "%s%s%s of %s #%llu is left at exit (%u references)", kinds[object->kind].name, *what ? " " : "", what,
-                  sim_function_name(object->made_by), (unsigned long long)object->made_at, object->app_refs);
+    report_misuse("leak", "%s of %s #%llu is left at exit (%u references)", what, sim_function_name(object->made_by),
+                  (unsigned long long)object->made_at, object->app_refs);
 }
 
 void object_report_leaks(void)

@@ -180,7 +180,6 @@ bool object_answer_refs(SimKind kind, const void *handle, size_t size, void *val
 /* With sim.lock held. */
 void object_each_locked(SimKind kind, void (*visit)(SimObject *object, void *userdata), void *userdata);
 void object_report_leaks(void);
-const char *object_kind_name(SimKind kind);
 /* Copies @size bytes as an OpenCL query does. */
 cl_int sim_answer(const void *answer, size_t answer_size, size_t size, void *value, size_t *size_ret);
 
