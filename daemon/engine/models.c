@@ -134,6 +134,16 @@ void models_preload(Engine *engine)
             slot_want_loaded(engine, slot);
 }
 
+bool models_measure(Engine *engine)
+{
+    for (ModelSlot *slot = engine->slots; slot; slot = slot->next)
+        if (slot->nbits) {
+            slot_measure(engine, slot);
+            return true;
+        }
+    return false;
+}
+
 /* ---- end ------------------------------------------------------------------------------------------------------------------- */
 
 static ModelSlot *slot_free(Engine *engine, ModelSlot *slot)

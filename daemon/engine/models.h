@@ -112,7 +112,9 @@ void slot_want_file(Engine *engine, ModelSlot *slot, Query *query);
 /* The worker's answer. */
 void models_file_opened(Engine *engine, Command *command);
 void slot_unload(Engine *engine, ModelSlot *slot);
-/* One pass of what a model that loads measures before it can be used, so that jobs of others go on meanwhile; false: there is none. */
+/* One pass of what it measures before its load ends. */
+void slot_measure(Engine *engine, ModelSlot *slot);
+/* The same of a model that has to, so that jobs of others go on meanwhile; false: there is none. */
 bool models_measure(Engine *engine);
 
 /* With its prefixes; no session has a cache of it.  Returns NULL. */

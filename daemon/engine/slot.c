@@ -292,7 +292,18 @@ static void slot_load(Engine *engine, ModelSlot *slot)
         slot_load_end(engine, slot);
 }
 
-static void slot_measure(Engine *engine, ModelSlot *slot)
+static void slot_log_bits(const ModelSlot *slot)
+{
+    const KvPolicy *asked = &slot->config.policy;
+    bool known;
+    KvPolicy policy = model_nbits_resolve(model_file(slot->model), slot->config.exact, asked, &known);
+
+    if (known)
+        log_info("Model '%s': K %u, V %u bits for its cache, chosen for a budget of %g (mean KL divergence added)", slot->config.name,
+                 policy.form.k_bits, policy.form.v_bits, asked->kld_budget);
+}
+
+void slot_measure(Engine *engine, ModelSlot *slot)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
     bool done = false;
@@ -304,21 +315,12 @@ static void slot_measure(Engine *engine, ModelSlot *slot)
     if (!r && !done)
         return;
     slot->nbits = nbits_free(slot->nbits);
+    slot_log_bits(slot);
     /* For want of memory the store's own way: it frees what is idle, steps down the ladder, and measures. */
     if (r && r != MODEL_E_DEVICE_MEMORY && r != MODEL_E_HOST_MEMORY)
         slot_load_failed(engine, slot, result_from_model(r), &detail);
     else
         slot_load_end(engine, slot);
-}
-
-bool models_measure(Engine *engine)
-{
-    for (ModelSlot *slot = engine->slots; slot; slot = slot->next)
-        if (slot->nbits) {
-            slot_measure(engine, slot);
-            return true;
-        }
-    return false;
 }
 
 void slot_want_loaded(Engine *engine, ModelSlot *slot)

@@ -17,6 +17,7 @@
 
 #define N_VOCAB 320
 #define CHUNK   64
+#define N_SOME  200
 
 typedef struct State {
     Gpu *gpu;
@@ -175,9 +176,12 @@ static void a_store_has_the_bits_that_were_chosen_and_the_next_start_finds_them(
 {
     const State *s = *state;
     KvPolicy policy = auto_policy(), explicit_bits = kv_policy_preset(KV_STRATEGY_QUANTIZED, false);
+    static float logits[2][N_VOCAB];
     NbitsTable first, second;
     KvForm form = policy.form;
+    int32_t ids[N_SOME];
 
+    rig_random_ids(7, 256, ids, N_SOME);
     for (int start = 0; start < 2; start++) {
         /* Other passes, the same numbers: they are not measured again. */
         _cleanup_(model_freep) Model *model = open_tiny(s, s->folder, (ModelOptions){.max_rows = start ? 8 : CHUNK});
@@ -196,8 +200,12 @@ static void a_store_has_the_bits_that_were_chosen_and_the_next_start_finds_them(
         form.v_bits = first.entries[choice].v_bits;
         assert_true(kv_form_equal(&kv_store_policy(store)->form, &form));
         assert_int_equal(kv_store_policy(store)->home, KV_HOME_HOST);
+        explicit_bits.form = form;
         other = rig_new_store(model, &explicit_bits);
         assert_true(kv_form_equal(&kv_store_policy(other)->form, &explicit_bits.form));
+        rig_run(model, store, ids, N_SOME, 8, 1, logits[0]);
+        rig_run(model, other, ids, N_SOME, 8, 1, logits[1]);
+        assert_memory_equal(logits[0], logits[1], sizeof(logits[0])); /* no trace of the runs before */
     }
     assert_memory_equal(&first, &second, sizeof(first));
 }
