@@ -9,8 +9,8 @@
 #include <string.h>
 
 #define E4M3_LARGEST 448.0f
-/* At 2 bits recent tokens in full precision are worth more than anything else that bits could be spent on: on SmolLM2 a tail of 32 has 1.6 times
- * the divergence of this one, which costs 0.22 bits a value at 8,192 tokens. */
+/* At 2 bits recent tokens in full precision are worth more than anything else that bits were spent on: on SmolLM2 a tail of 32 has 1.6
+ * times the divergence of this one, which costs 0.22 bits a value at 8,192 tokens. */
 #define LOW_TAIL_TOKENS 160
 
 static const char *const kind_names[KV_FORM_X_MAX] = {
@@ -174,7 +174,8 @@ static int check_shape(const KvShape *shape, ErrorDetail *reterr)
 
 static void layout_plain(const KvShape *shape, uint32_t value_bytes, KvLayout *ret)
 {
-    uint32_t k = KV_PAGE_TOKENS * kv_side_dim(shape, true) * value_bytes, all = k + KV_PAGE_TOKENS * kv_side_dim(shape, false) * value_bytes;
+    uint32_t k = KV_PAGE_TOKENS * kv_side_dim(shape, true) * value_bytes;
+    uint32_t all = k + KV_PAGE_TOKENS * kv_side_dim(shape, false) * value_bytes;
 
     *ret = (KvLayout){.record_bytes = all, .k_high_offset = k, .v_offset = k, .v_high_offset = all, .k_scale_offset = all,
                       .v_scale_offset = all};

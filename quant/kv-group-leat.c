@@ -75,8 +75,8 @@ static float squared_error(const float *x, uint32_t n, int bits, Scale scale)
     return error;
 }
 
-/* Measured on groups of 64 Gaussian values against a full search (16 offsets, 100 scales): squared error 1 % above at 2 bits, 2 % at 3, 3 % at 4,
- * 4 % at 5, 8 % at 6. */
+/* Measured on groups of 64 Gaussian values against a full search (16 offsets, 100 scales): squared error 1 % above at 2 bits, 2 % at 3,
+ * 3 % at 4, 4 % at 5, 8 % at 6. */
 const float *kv_search(uint8_t bits)
 {
     static const float two[KV_SEARCH_FLOATS] = {0.85f, 0.77f, 0.7f, 0.64f, 0.58f, 0.52f, 0.03f};

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * How a group of values becomes codes: must equal quant/kv-group-leat.c and quant/kv-group-affine.c (with the references behind it, quant/
- * kv-quanto.c, kv-hqq.c and kv-fp8.c) bit for bit, so every step there has its counterpart here in the same order.  A lane is a token: x[d] holds dim d of W tokens.
+ * How a group of values becomes codes: must equal quant/kv-group-leat.c and quant/kv-group-affine.c (with the references behind it,
+ * quant/kv-quanto.c, kv-hqq.c and kv-fp8.c) bit for bit, so every step there has its counterpart here in the same order.  A lane is a
+ * token: x[d] holds dim d of W tokens.
  *
  * Each form defines  coder_make(): what the codes of a group are made with, and the bits of scale and zero that are stored;
  *                    coder_code(): the code of one value.
