@@ -326,8 +326,9 @@ static void the_estimate_is_what_the_allocator_then_shows(void **state)
         json = json_loads(reply->json, 0, NULL);
         assert_int_equal(json_integer_value(json_object_get(json, "device-bytes")), device.total_used_bytes);
         assert_true(json_real_value(json_object_get(json, "seconds-per-token")) > 0);
+        /* Measured, and so small that the past may cost nothing that can be seen. */
         assert_true(json_real_value(json_object_get(json, "seconds-per-token-full")) >=
-                    json_real_value(json_object_get(json, "seconds-per-token")));
+                    0.999 * json_real_value(json_object_get(json, "seconds-per-token")));
         json_decref(json);
         talk_free(talk);
     }
