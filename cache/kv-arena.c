@@ -384,8 +384,9 @@ int kv_arenas_take(KvArenas *arenas, const KvBlock *after, uint32_t first_page, 
         return error_trace(r);
     block = arena ? arena->free_blocks : NULL;
     if (!block)
-        return error_origin(-ENOMEM); /* cannot be: a block in use has a page, and pages are left */
+        return error_origin(-ENOMEM); /* cannot be but for blocks that have no pages left */
     arena->free_blocks = block->next_free;
+    arena->n_blocks++;
     *block = (KvBlock){.arena = arena, .frame = frame, .n_refs = 1, .first_page = first_page, .n_filled = first_page};
     if (frame != KV_NO_FRAME)
         arena->owners[frame] = block;
@@ -405,6 +406,7 @@ KvBlock *kv_block_unref(KvBlock *block)
     kv_block_shrink(block, 0, 0);
     if (block->frame != KV_NO_FRAME)
         block->arena->owners[block->frame] = NULL;
+    block->arena->n_blocks--;
     block->next_free = block->arena->free_blocks;
     block->arena->free_blocks = block;
     return NULL;
@@ -412,7 +414,7 @@ KvBlock *kv_block_unref(KvBlock *block)
 
 static bool arena_is_spare(const KvArenas *arenas, const KvArena *arena)
 {
-    return arena->n_used == 0 && arenas->n_pages - arena->n_pages >= MAX(arenas->n_reserved, arenas->options.keep_pages);
+    return arena->n_used == 0 && arena->n_blocks == 0 && arenas->n_pages - arena->n_pages >= MAX(arenas->n_reserved, arenas->options.keep_pages);
 }
 
 bool kv_arenas_can_trim(const KvArenas *arenas)

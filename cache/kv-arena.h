@@ -44,6 +44,7 @@ struct KvArena {
     GpuBuffer *buffer; /* home device, or the wrapped memory, or NULL */
     uint64_t mapped_bytes, plane_bytes;
     uint32_t n_pages, n_used, n_frames;
+    uint32_t n_blocks; /* in use: one that has let go of all its pages is still referred to */
     KvBlock *free_blocks;
     KvBlock **owners;  /* (n_frames): the block that grows there */
     uint8_t *used;     /* (n_frames): a bit per place */

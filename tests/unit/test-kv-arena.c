@@ -271,6 +271,27 @@ static void arena_places_pages_one_by_one(void **state)
     kv_arenas_deinit(&fixture.arenas);
 }
 
+/* A window may pass over all pages of a block that the sequence still names. */
+static void an_arena_stays_as_long_as_a_block_of_it_is_named(void **state)
+{
+    KvArenas arenas = KV_ARENAS_NULL;
+    KvBudget budget = {0};
+    KvBlock *block = NULL;
+
+    (void)state;
+    kv_arenas_init(&arenas, &(KvArenaOptions){.home = KV_HOME_HOST, .n_layers = 1, .page_bytes = 64, .first_pages = 8, .max_pages = 8,
+                                              .host_budget = &budget});
+    assert_int_equal(kv_arenas_take(&arenas, NULL, 0, 2, &block, NULL), 0);
+    kv_block_shrink(block, 2, 2);
+    assert_false(kv_arenas_can_trim(&arenas));
+    kv_arenas_trim(&arenas);
+    assert_int_equal(block->first_page, 2);
+    assert_null(kv_block_unref(block));
+    assert_true(kv_arenas_can_trim(&arenas));
+    kv_arenas_trim(&arenas);
+    kv_arenas_deinit(&arenas);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -281,6 +302,7 @@ int main(void)
         cmocka_unit_test(arena_reserves_all_of_a_static_cache_or_nothing),
         cmocka_unit_test(arena_gives_empty_memory_back_but_keeps_what_is_promised),
         cmocka_unit_test(arena_counts_stay_exact_under_random_use),
+        cmocka_unit_test(an_arena_stays_as_long_as_a_block_of_it_is_named),
         cmocka_unit_test(arena_places_pages_one_by_one),
     };
 
