@@ -197,6 +197,21 @@ static int move_states(KvMigration *m, const KvPast *past, KvStates *to, ErrorDe
 
 /* ---- pasts -------------------------------------------------------------------------------------------------------------------------- */
 
+/* The first block that all sections of the source have which are one in the target: windows let go of theirs when their own forms no
+ * longer need them. */
+static uint32_t first_common_block(const KvMigration *m, uint32_t s, const KvPast *past, const KvCheckpoint *checkpoint)
+{
+    uint32_t first = 0;
+
+    for (uint32_t l = 0; l < m->to->sizes.n_layers; l++) {
+        uint32_t source = m->from->sizes.layers[l].section;
+
+        if (m->to->sizes.layers[l].section == s)
+            first = MAX(first, past ? past->sections[source].first_block : checkpoint->marks[source].first_block);
+    }
+    return first;
+}
+
 static int move_checkpoint(KvMigration *m, const KvCheckpoint *from, KvCheckpoint *to, ErrorDetail *reterr)
 {
     int r;
@@ -213,12 +228,12 @@ static int move_checkpoint(KvMigration *m, const KvCheckpoint *from, KvCheckpoin
         *own = (KvMark){.tail_from = mark->tail_from, .first_block = mark->first_block, .n_blocks = mark->n_blocks};
         if (!mark->blocks)
             continue;
-        own->n_blocks = own->first_block; /* grows as they come */
-        own->blocks = calloc(MAX(mark->n_blocks - mark->first_block, 1u), sizeof(KvBlock *));
+        own->first_block = own->n_blocks = MIN(first_common_block(m, s, NULL, from), mark->n_blocks); /* grows as they come */
+        own->blocks = calloc(MAX(mark->n_blocks - own->first_block, 1u), sizeof(KvBlock *));
         if (!own->blocks)
             return error_origin(KV_E_HOST_MEMORY);
-        for (uint32_t b = mark->first_block; b < mark->n_blocks && !r; b++) {
-            r = kv_migrate_block(m, s, NULL, from, b, from->length / KV_PAGE_TOKENS, &own->blocks[b - mark->first_block], reterr);
+        for (uint32_t b = own->first_block; b < mark->n_blocks && !r; b++) {
+            r = kv_migrate_block(m, s, NULL, from, b, from->length / KV_PAGE_TOKENS, &own->blocks[b - own->first_block], reterr);
             own->n_blocks += r == 0;
         }
     }
@@ -268,8 +283,8 @@ static int move_section(KvMigration *m, const KvPast *from, KvPast *to, uint32_t
     int r = 0;
 
     own->tail_from = tail_from(m, from, s);
-    own->first_block = own->n_blocks = lead->first_block;
-    for (uint32_t b = lead->first_block; b < lead->n_blocks && !r; b++) {
+    own->first_block = own->n_blocks = MIN(first_common_block(m, s, from, NULL), lead->n_blocks);
+    for (uint32_t b = own->first_block; b < lead->n_blocks && !r; b++) {
         r = kv_migrate_block(m, s, from, NULL, b, n_pages, &own->blocks[b], reterr);
         own->n_blocks += r == 0;
     }

@@ -118,7 +118,7 @@ static void fetched(Engine *engine, FileTask *task, Session *session)
 {
     StoreSlot *store = slot_find_store(session->slot, &session->policy);
     KvCache *cache = NULL;
-    size_t bytes, keep = 0;
+    size_t bytes, keep;
     const int32_t *ids = kv_image_extra(task->image, &bytes);
     uint32_t left;
     int r;
@@ -130,9 +130,7 @@ static void fetched(Engine *engine, FileTask *task, Session *session)
     while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, NULL));
     if (r)
         return;
-    while (keep < bytes / sizeof(int32_t) && keep < session->ids.n && ids[keep] == session->ids.ids[keep])
-        keep++;
-    keep = MIN(keep, (size_t)kv_cache_length(cache));
+    keep = MIN(session_common_prefix(session, ids, bytes / sizeof(int32_t)), (size_t)kv_cache_length(cache));
     (void)kv_cache_checkpoint(cache);
     if (keep < kv_cache_length(cache) && kv_cache_crop(cache, (uint32_t)keep, &left, NULL) != 0) {
         kv_cache_free(cache);

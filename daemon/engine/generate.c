@@ -75,8 +75,7 @@ static uint32_t shared_tokens(const Job *job, const TokenList *list)
         messages[i] = (ChatMessage){job->messages[i].role, i < job->n_shared ? job->messages[i].content : "\x02"};
     if (encode_messages(job->slot, messages, job->n_messages, &other, NULL) != ENGINE_RESULT_DONE)
         return 0;
-    while (shared < list->n && shared < other.n && list->ids[shared] == other.ids[shared])
-        shared++;
+    shared = (uint32_t)ids_common_prefix(list->ids, list->n, other.ids, other.n);
     return shared < PREFIXES_MIN_TOKENS || shared == list->n ? 0 : shared;
 }
 

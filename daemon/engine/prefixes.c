@@ -3,6 +3,7 @@
 
 #include "daemon/engine/prefixes.h"
 #include "daemon/engine/mailbox.h"
+#include "daemon/engine/session.h"
 
 #include <string.h>
 
@@ -30,15 +31,6 @@ static void prefixes_remove(Prefixes *prefixes, Prefix **at)
     prefix_free(prefix);
 }
 
-static size_t common_prefix(const int32_t *a, size_t n_a, const int32_t *b, size_t n_b)
-{
-    size_t n = MIN(n_a, n_b), common = 0;
-
-    while (common < n && a[common] == b[common])
-        common++;
-    return common;
-}
-
 /* A fork of @prefix's past cropped to @keep; NULL when nothing worth it is left, which a packed past without a place to go back to is. */
 static KvCache *fork_cropped(const Prefix *prefix, size_t keep)
 {
@@ -57,7 +49,7 @@ size_t prefixes_fork(Prefixes *prefixes, uint64_t owner, const int32_t *ids, siz
 
     /* The logits of the last id are wanted, so that one is always run. */
     for (Prefix *prefix = prefixes->first; prefix && n > 0; prefix = prefix->next) {
-        size_t common = prefix->owner == 0 || prefix->owner == owner ? common_prefix(prefix->ids, prefix->n, ids, n - 1) : 0;
+        size_t common = prefix->owner == 0 || prefix->owner == owner ? ids_common_prefix(prefix->ids, prefix->n, ids, n - 1) : 0;
         KvCache *cache;
 
         most = MAX(most, common);
@@ -86,7 +78,7 @@ void prefixes_keep(Prefixes *prefixes, uint64_t owner, const int32_t *ids, KvCac
     if (max == 0 || n < PREFIXES_MIN_TOKENS)
         return;
     for (Prefix **at = &prefixes->first; *at;) {
-        size_t common = (*at)->owner == owner ? common_prefix((*at)->ids, (*at)->n, ids, n) : 0;
+        size_t common = (*at)->owner == owner ? ids_common_prefix((*at)->ids, (*at)->n, ids, n) : 0;
 
         if (common == n) {
             (*at)->last_used_usec = now_usec();

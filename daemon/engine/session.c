@@ -56,14 +56,18 @@ void session_trim(Session *session)
     session->ids.n = MIN(session->ids.n, (size_t)session_cached(session));
 }
 
-size_t session_common_prefix(const Session *session, const int32_t *ids, size_t n)
+size_t ids_common_prefix(const int32_t *a, size_t n_a, const int32_t *b, size_t n_b)
 {
-    size_t common = 0;
+    size_t n = MIN(n_a, n_b), common = 0;
 
-    n = MIN(n, session->ids.n);
-    while (common < n && session->ids.ids[common] == ids[common])
+    while (common < n && a[common] == b[common])
         common++;
     return common;
+}
+
+size_t session_common_prefix(const Session *session, const int32_t *ids, size_t n)
+{
+    return ids_common_prefix(session->ids.ids, session->ids.n, ids, n);
 }
 
 int session_rebase(Session *session, const int32_t *ids, size_t n, ErrorDetail *reterr)

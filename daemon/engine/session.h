@@ -42,7 +42,9 @@ void session_drop_cache(Session *session);
 void session_forget_file(Session *session);
 /* Forgets the ids that the cache does not hold: after a generation, so that the next one starts from what was computed. */
 void session_trim(Session *session);
-/* How many leading ids are equal. */
+/* How many leading ids of two lists are equal. */
+size_t ids_common_prefix(const int32_t *a, size_t n_a, const int32_t *b, size_t n_b);
+/* The same of the session's. */
 size_t session_common_prefix(const Session *session, const int32_t *ids, size_t n);
 /* Makes the ids those of @ids, keeping as much of the cache as agrees with them and leaving at least one id to run.  KvError. */
 int session_rebase(Session *session, const int32_t *ids, size_t n, ErrorDetail *reterr);
