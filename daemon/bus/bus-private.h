@@ -7,6 +7,7 @@
 #include "daemon/bus/call-options.h"
 #include "daemon/bus/client.h"
 #include "daemon/bus/id-table.h"
+#include "daemon/bus/roster.h"
 #include "quant/base/log.h"
 
 #define BUS_ROOT          "/org/leat/Inference1"
@@ -26,17 +27,6 @@
 
 /* Room for the path of a session or job. */
 #define BUS_ID_PATH_BYTES 64
-
-typedef struct BusModel {
-    Bus *bus;
-    char *name, *path;
-} BusModel;
-
-typedef struct BusService {
-    Bus *bus;
-    char *name, *path;
-    uint64_t n_requests, n_failures;
-} BusService;
 
 struct Bus {
     sd_bus *bus;
@@ -61,10 +51,7 @@ struct Bus {
     IdTable sessions;     /* BusSession by session */
     IdTable questions;    /* BusQuestion by cookie */
     IdTable requests;     /* BusRequest by cookie: descriptors that are being read */
-    BusModel **models;    /* as configured */
-    size_t n_models;
-    BusService **services;
-    size_t n_services;
+    BusRoster models, services; /* as configured */
 };
 
 /* ---- registering; each returns 0 or a negative errno ------------------------------------------------------------------------- */
@@ -80,8 +67,6 @@ int bus_log_control_register(Bus *bus);
 /* Makes objects for what @config names, keeps those that stay, announces the rest. */
 int bus_model_set_config(Bus *bus, const Config *config);
 int bus_service_set_config(Bus *bus, const Config *config);
-void bus_model_clear(Bus *bus);
-void bus_service_clear(Bus *bus);
 /* Announces what changed. */
 void bus_model_changed(Bus *bus, const char *name);
 void bus_device_changed(Bus *bus);
@@ -93,7 +78,6 @@ int bus_authorise_admin(Bus *bus, sd_bus_message *m, sd_bus_error *error);
 
 /* The configured model of that name or alias; "" is the first one.  NULL with NoSuchModel in @error. */
 const ConfigModel *bus_find_model(Bus *bus, const char *name, sd_bus_error *error);
-BusModel *bus_model_find(Bus *bus, const char *name);
 /* ready, loading, available or unavailable; *ret_reason (sizeof ErrorDetail) says why the last. */
 const char *bus_model_availability(Bus *bus, const char *name, ErrorDetail *ret_reason);
 /* The policy of @model with @nearest (may be NULL) over its blocks; negative with the error in @error. */

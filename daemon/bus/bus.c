@@ -270,8 +270,8 @@ Bus *bus_free(Bus *bus)
     while (bus->clients.n > 0)
         bus_client_free(id_table_remove(&bus->clients, bus->clients.entries[0].id));
     id_table_clear(&bus->clients);
-    bus_model_clear(bus);
-    bus_service_clear(bus);
+    bus_roster_clear(&bus->models);
+    bus_roster_clear(&bus->services);
     sd_bus_flush_close_unref(bus->bus);
     sd_event_unref(bus->event);
     free(bus);

@@ -44,7 +44,7 @@ static int bus_manager_get_availability(sd_bus_message *m, void *userdata, sd_bu
     ErrorDetail reason = ERROR_DETAIL_NULL;
     EngineDeviceStatus device;
     const ConfigModel *model;
-    const BusModel *object;
+    const BusNamed *object;
     const char *name, *state;
     Bus *bus = userdata;
     int r;
@@ -55,7 +55,7 @@ static int bus_manager_get_availability(sd_bus_message *m, void *userdata, sd_bu
         return -ENOENT;
     memset(&device, 0, sizeof(device));
     engine_device_status(bus->engine, &device);
-    object = bus_model_find(bus, model->name);
+    object = bus_roster_find(&bus->models, model->name);
     state = bus_model_availability(bus, model->name, &reason);
     if (!reason.text[0])
         (void)snprintf(reason.text, sizeof(reason.text), "%s", device.info.reason);

@@ -14,99 +14,21 @@
 
 /* ---- objects ------------------------------------------------------------------------------------------------------------------- */
 
-static BusModel *bus_model_free(BusModel *model)
+static const char *bus_model_name(const void *userdata, size_t index)
 {
-    if (!model)
-        return NULL;
-    free(model->name);
-    free(model->path);
-    free(model);
-    return NULL;
-}
-DEFINE_CLEANUP(BusModel, bus_model_free)
+    const Config *config = userdata;
 
-static int bus_model_new(Bus *bus, const char *name, BusModel **ret)
-{
-    _cleanup_(bus_model_freep) BusModel *model = calloc(1, sizeof(*model));
-    int r;
-
-    if (!model || !(model->name = strdup(name)))
-        return error_origin(-ENOMEM);
-    model->bus = bus;
-    if ((r = sd_bus_path_encode(BUS_MODEL_ROOT, name, &model->path)) < 0)
-        return error_trace(r);
-    *ret = TAKE_PTR(model);
-    return 0;
-}
-
-BusModel *bus_model_find(Bus *bus, const char *name)
-{
-    for (size_t i = 0; i < bus->n_models; i++)
-        if (strcmp(bus->models[i]->name, name) == 0)
-            return bus->models[i];
-    return NULL;
-}
-
-void bus_model_clear(Bus *bus)
-{
-    for (size_t i = 0; i < bus->n_models; i++)
-        bus_model_free(bus->models[i]);
-    free(bus->models);
-    bus->models = NULL;
-    bus->n_models = 0;
-}
-
-/* Announces what goes while it can still be found, and what comes when it can. */
-static void bus_model_swap(Bus *bus, BusModel **models, size_t n_models)
-{
-    BusModel **old = bus->models;
-    size_t n_old = bus->n_models;
-
-    for (size_t i = 0; i < n_old; i++) {
-        bool stays = false;
-
-        for (size_t k = 0; k < n_models && !stays; k++)
-            stays = strcmp(old[i]->name, models[k]->name) == 0;
-        if (!stays)
-            (void)sd_bus_emit_object_removed(bus->bus, old[i]->path);
-    }
-    bus->models = models;
-    bus->n_models = n_models;
-    for (size_t i = 0; i < n_models; i++) {
-        bool is_new = true;
-
-        for (size_t k = 0; k < n_old && is_new; k++)
-            is_new = strcmp(models[i]->name, old[k]->name) != 0;
-        if (is_new)
-            (void)sd_bus_emit_object_added(bus->bus, models[i]->path);
-    }
-    for (size_t i = 0; i < n_old; i++)
-        bus_model_free(old[i]);
-    free(old);
+    return config->models[index].name;
 }
 
 int bus_model_set_config(Bus *bus, const Config *config)
 {
-    BusModel **models = calloc(MAX(config->n_models, (size_t)1), sizeof(*models));
-    int r = models ? 0 : error_origin(-ENOMEM);
-    size_t n = 0;
-
-    for (; r >= 0 && n < config->n_models; n++)
-        if ((r = bus_model_new(bus, config->models[n].name, &models[n])) < 0)
-            break;
-    if (r < 0) {
-        while (n-- > 0)
-            bus_model_free(models[n]);
-        free(models);
-        return error_trace(r);
-    }
-    bus_model_swap(bus, models, n);
-    return 0;
+    return bus_roster_set(&bus->models, bus, BUS_MODEL_ROOT, config->n_models, bus_model_name, config);
 }
 
 void bus_model_changed(Bus *bus, const char *name)
 {
-    const BusModel *model = bus_model_find(bus, name);
+    const BusNamed *model = bus_roster_find(&bus->models, name);
 
     if (model)
         (void)sd_bus_emit_properties_changed(bus->bus, model->path, BUS_INTERFACE_MODEL, "State", "Device", "DeviceBytes", "HostBytes", "LastError",
@@ -120,40 +42,25 @@ static int bus_model_find_object(sd_bus *connection, const char *path, const cha
 
     (void)connection;
     (void)interface;
-    for (size_t i = 0; i < bus->n_models; i++)
-        if (strcmp(bus->models[i]->path, path) == 0) {
-            *ret = bus->models[i];
-            return 1;
-        }
+    if ((*ret = bus_roster_find_path(&bus->models, path)))
+        return 1;
     return strncmp(path, prefix, sizeof(prefix) - 1) == 0 ? bus_error_set(error, ENGINE_RESULT_NO_SUCH_MODEL, NULL) : 0;
 }
 
 static int bus_model_enumerate(sd_bus *connection, const char *prefix, void *userdata, char ***ret_nodes, sd_bus_error *error)
 {
     Bus *bus = userdata;
-    char **nodes = calloc(bus->n_models + 1, sizeof(*nodes));
 
     (void)connection;
     (void)prefix;
     (void)error;
-    for (size_t i = 0; nodes && i < bus->n_models; i++)
-        if (!(nodes[i] = strdup(bus->models[i]->path))) {
-            while (i-- > 0)
-                free(nodes[i]);
-            free(nodes);
-            nodes = NULL;
-            break;
-        }
-    if (!nodes)
-        return error_origin(-ENOMEM);
-    *ret_nodes = nodes;
-    return 0;
+    return bus_roster_paths(&bus->models, ret_nodes);
 }
 
 /* ---- facts --------------------------------------------------------------------------------------------------------------------- */
 
 /* All zero when the engine does not know it (yet). */
-static EngineModelStatus bus_model_status(const BusModel *model)
+static EngineModelStatus bus_model_status(const BusNamed *model)
 {
     EngineModelStatus status;
 
@@ -171,7 +78,7 @@ static EngineModelStatus bus_model_status(const BusModel *model)
 
 const char *bus_model_availability(Bus *bus, const char *name, ErrorDetail *ret_reason)
 {
-    const BusModel *model = bus_model_find(bus, name);
+    const BusNamed *model = bus_roster_find(&bus->models, name);
     EngineDeviceStatus device;
     EngineModelStatus status;
 
@@ -205,7 +112,7 @@ int bus_policy(Bus *bus, const ConfigModel *model, const ConfigCache *service, c
 /* ---- methods ------------------------------------------------------------------------------------------------------------------- */
 
 /* The configuration's word on an object's model. */
-static int bus_model_config(const BusModel *model, const ConfigModel **ret, sd_bus_error *error)
+static int bus_model_config(const BusNamed *model, const ConfigModel **ret, sd_bus_error *error)
 {
     *ret = config_find_model(model->bus->config, model->name);
     return *ret ? 0 : bus_error_set(error, ENGINE_RESULT_NO_SUCH_MODEL, NULL);
@@ -214,7 +121,7 @@ static int bus_model_config(const BusModel *model, const ConfigModel **ret, sd_b
 static int bus_model_load(sd_bus_message *m, void *userdata, sd_bus_error *error)
 {
     _cleanup_(bus_request_freep) BusRequest *request = NULL;
-    BusModel *model = userdata;
+    BusNamed *model = userdata;
     const ConfigModel *config;
     int r;
 
@@ -226,7 +133,7 @@ static int bus_model_load(sd_bus_message *m, void *userdata, sd_bus_error *error
 
 static int bus_model_unload(sd_bus_message *m, void *userdata, sd_bus_error *error)
 {
-    BusModel *model = userdata;
+    BusNamed *model = userdata;
     EngineQuery query = {.kind = ENGINE_QUERY_UNLOAD, .model = model->name, .fd = -1};
     int r;
 
@@ -252,7 +159,7 @@ static int bus_model_answer_estimate(BusQuestion *question, const EngineEvent *e
 static int bus_model_estimate(sd_bus_message *m, void *userdata, sd_bus_error *error)
 {
     _cleanup_(call_options_clear) CallOptions options = CALL_OPTIONS_NULL;
-    BusModel *model = userdata;
+    BusNamed *model = userdata;
     EngineQuery query = {.kind = ENGINE_QUERY_ESTIMATE, .model = model->name, .n = -1, .fd = -1};
     const ConfigModel *config;
     KvPolicy policy;
@@ -286,7 +193,7 @@ static int bus_model_answer_ids(BusQuestion *question, const EngineEvent *event,
     return sd_bus_send(NULL, reply, NULL);
 }
 
-static int bus_model_ask_tokens(sd_bus_message *m, BusModel *model, bool want_ids, sd_bus_error *error)
+static int bus_model_ask_tokens(sd_bus_message *m, BusNamed *model, bool want_ids, sd_bus_error *error)
 {
     _cleanup_(call_options_clear) CallOptions options = CALL_OPTIONS_NULL;
     EngineQuery query = {.kind = ENGINE_QUERY_COUNT_TOKENS, .model = model->name, .want_ids = want_ids, .fd = -1};
@@ -322,7 +229,7 @@ static int bus_model_evaluate(sd_bus_message *m, void *userdata, sd_bus_error *e
 {
     const uint64_t allowed = CALL_OPTION_BIT(CALL_OPTION_CACHE) | CALL_OPTION_BIT(CALL_OPTION_IDS_FORMAT);
     _cleanup_(bus_request_freep) BusRequest *request = NULL;
-    BusModel *model = userdata;
+    BusNamed *model = userdata;
     const ConfigModel *config;
     int ids_fd, npy_fd, r;
 
@@ -367,7 +274,7 @@ MODEL_PROPERTY(last_error, "s", status.error.text)
 static int bus_model_get_name(sd_bus *connection _unused_, const char *path _unused_, const char *interface _unused_,
                               const char *property _unused_, sd_bus_message *reply, void *userdata, sd_bus_error *error _unused_)
 {
-    const BusModel *model = userdata;
+    const BusNamed *model = userdata;
 
     return sd_bus_message_append(reply, "s", model->name);
 }

@@ -12,103 +12,21 @@
 
 /* ---- objects ------------------------------------------------------------------------------------------------------------------- */
 
-static BusService *bus_service_free(BusService *service)
+static const char *bus_service_name(const void *userdata, size_t index)
 {
-    if (!service)
-        return NULL;
-    free(service->name);
-    free(service->path);
-    free(service);
-    return NULL;
-}
-DEFINE_CLEANUP(BusService, bus_service_free)
+    const Config *config = userdata;
 
-static BusService *bus_service_find(Bus *bus, const char *name)
-{
-    for (size_t i = 0; i < bus->n_services; i++)
-        if (strcmp(bus->services[i]->name, name) == 0)
-            return bus->services[i];
-    return NULL;
-}
-
-static int bus_service_new(Bus *bus, const char *name, BusService **ret)
-{
-    _cleanup_(bus_service_freep) BusService *service = calloc(1, sizeof(*service));
-    const BusService *old = bus_service_find(bus, name);
-    int r;
-
-    if (!service || !(service->name = strdup(name)))
-        return error_origin(-ENOMEM);
-    service->bus = bus;
-    if (old) {
-        service->n_requests = old->n_requests;
-        service->n_failures = old->n_failures;
-    }
-    if ((r = sd_bus_path_encode(BUS_SERVICE_ROOT, name, &service->path)) < 0)
-        return error_trace(r);
-    *ret = TAKE_PTR(service);
-    return 0;
-}
-
-void bus_service_clear(Bus *bus)
-{
-    for (size_t i = 0; i < bus->n_services; i++)
-        bus_service_free(bus->services[i]);
-    free(bus->services);
-    bus->services = NULL;
-    bus->n_services = 0;
-}
-
-static void bus_service_swap(Bus *bus, BusService **services, size_t n_services)
-{
-    BusService **old = bus->services;
-    size_t n_old = bus->n_services;
-
-    for (size_t i = 0; i < n_old; i++) {
-        bool stays = false;
-
-        for (size_t k = 0; k < n_services && !stays; k++)
-            stays = strcmp(old[i]->name, services[k]->name) == 0;
-        if (!stays)
-            (void)sd_bus_emit_object_removed(bus->bus, old[i]->path);
-    }
-    bus->services = services;
-    bus->n_services = n_services;
-    for (size_t i = 0; i < n_services; i++) {
-        bool is_new = true;
-
-        for (size_t k = 0; k < n_old && is_new; k++)
-            is_new = strcmp(services[i]->name, old[k]->name) != 0;
-        if (is_new)
-            (void)sd_bus_emit_object_added(bus->bus, services[i]->path);
-    }
-    for (size_t i = 0; i < n_old; i++)
-        bus_service_free(old[i]);
-    free(old);
+    return config->services[index].name;
 }
 
 int bus_service_set_config(Bus *bus, const Config *config)
 {
-    BusService **services = calloc(MAX(config->n_services, (size_t)1), sizeof(*services));
-    int r = services ? 0 : error_origin(-ENOMEM);
-    size_t n = 0;
-
-    for (; r >= 0 && n < config->n_services; n++)
-        if ((r = bus_service_new(bus, config->services[n].name, &services[n])) < 0)
-            break;
-    if (r < 0) {
-        while (n-- > 0)
-            bus_service_free(services[n]);
-        free(services);
-        return error_trace(r);
-    }
-    bus_service_swap(bus, services, n);
-    return 0;
+    return bus_roster_set(&bus->services, bus, BUS_SERVICE_ROOT, config->n_services, bus_service_name, config);
 }
 
 void bus_service_count(Bus *bus, const char *name, bool done)
 {
-    BusService *service = bus_service_find(bus, name);
+    BusNamed *service = bus_roster_find(&bus->services, name);
 
     if (service && !done)
         service->n_failures++;
@@ -121,37 +39,22 @@ static int bus_service_find_object(sd_bus *connection, const char *path, const c
 
     (void)connection;
     (void)interface;
-    for (size_t i = 0; i < bus->n_services; i++)
-        if (strcmp(bus->services[i]->path, path) == 0) {
-            *ret = bus->services[i];
-            return 1;
-        }
+    if ((*ret = bus_roster_find_path(&bus->services, path)))
+        return 1;
     return strncmp(path, prefix, sizeof(prefix) - 1) == 0 ? bus_error_set(error, ENGINE_RESULT_NO_SUCH_SERVICE, NULL) : 0;
 }
 
 static int bus_service_enumerate(sd_bus *connection, const char *prefix, void *userdata, char ***ret_nodes, sd_bus_error *error)
 {
     Bus *bus = userdata;
-    char **nodes = calloc(bus->n_services + 1, sizeof(*nodes));
 
     (void)connection;
     (void)prefix;
     (void)error;
-    for (size_t i = 0; nodes && i < bus->n_services; i++)
-        if (!(nodes[i] = strdup(bus->services[i]->path))) {
-            while (i-- > 0)
-                free(nodes[i]);
-            free(nodes);
-            nodes = NULL;
-            break;
-        }
-    if (!nodes)
-        return error_origin(-ENOMEM);
-    *ret_nodes = nodes;
-    return 0;
+    return bus_roster_paths(&bus->services, ret_nodes);
 }
 
-static const ConfigService *bus_service_config(const BusService *service)
+static const ConfigService *bus_service_config(const BusNamed *service)
 {
     return config_find_service(service->bus->config, service->name);
 }
@@ -203,7 +106,7 @@ static int bus_service_fill(const ConfigService *config, const ServiceInputs *in
 static int bus_service_invoke(sd_bus_message *m, void *userdata, sd_bus_error *error)
 {
     _cleanup_(bus_request_freep) BusRequest *request = NULL;
-    BusService *service = userdata;
+    BusNamed *service = userdata;
     const ConfigService *config = bus_service_config(service);
     const ConfigModel *model;
     ServiceInputs inputs;
@@ -237,7 +140,7 @@ static int bus_service_invoke(sd_bus_message *m, void *userdata, sd_bus_error *e
 
 SERVICE_GETTER(name)
 {
-    const BusService *service = userdata;
+    const BusNamed *service = userdata;
 
     return sd_bus_message_append(reply, "s", service->name);
 }
@@ -258,7 +161,7 @@ SERVICE_GETTER(model)
 
 SERVICE_GETTER(state)
 {
-    const BusService *service = userdata;
+    const BusNamed *service = userdata;
     const ConfigService *config = bus_service_config(service);
     const ConfigModel *model = config ? bus_find_model(service->bus, config->model ? config->model : "", NULL) : NULL;
     ErrorDetail reason = ERROR_DETAIL_NULL;
@@ -268,14 +171,14 @@ SERVICE_GETTER(state)
 
 SERVICE_GETTER(requests)
 {
-    const BusService *service = userdata;
+    const BusNamed *service = userdata;
 
     return sd_bus_message_append(reply, "t", service->n_requests);
 }
 
 SERVICE_GETTER(failures)
 {
-    const BusService *service = userdata;
+    const BusNamed *service = userdata;
 
     return sd_bus_message_append(reply, "t", service->n_failures);
 }
@@ -293,7 +196,7 @@ SERVICE_GETTER(source)
 
 SERVICE_GETTER(unit)
 {
-    const BusService *service = userdata;
+    const BusNamed *service = userdata;
     char unit[256];
 
     (void)snprintf(unit, sizeof(unit), "leat@%.200s.service", service->name);

@@ -438,7 +438,7 @@ static int bus_session_close(sd_bus_message *m, void *userdata, sd_bus_error *er
 SESSION_GETTER(model)
 {
     const BusSession *session = userdata;
-    const BusModel *model = bus_model_find(session->bus, session->model);
+    const BusNamed *model = bus_roster_find(&session->bus->models, session->model);
 
     return sd_bus_message_append(reply, "o", model ? model->path : "/");
 }
