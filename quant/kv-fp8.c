@@ -69,14 +69,16 @@ static void encode_values(float scale, const float *x, uint64_t n, uint8_t *ret_
 
 static int new_tensor(KvDtype dtype, const KvTensorShape *shape, float scale, KvQuantized **ret, ErrorDetail *reterr)
 {
-    KvQuantized plan = {.backend = KV_BACKEND_FP8, .options = {.nbits = 8, .dtype = dtype}, .shape = *shape, .rows_are_groups = true,
-                        .group_size = 1, .n_rows = 1, .scale = scale};
+    const KvQuantizeOptions options = {.nbits = 8, .dtype = dtype};
+    KvQuantized plan;
+    uint64_t n_values;
     int r;
 
-    r = kv_tensor_size(shape, &plan.n_values, reterr);
+    r = kv_tensor_size(shape, &n_values, reterr);
     if (r)
         return error_trace(r);
-    plan.n_columns = plan.n_values;
+    plan = kv_quantized_arrange(KV_BACKEND_FP8, &options, shape, n_values, true);
+    plan.scale = scale;
     return kv_quantized_new(&plan, ret, reterr);
 }
 

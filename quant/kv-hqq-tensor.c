@@ -168,7 +168,7 @@ static void search_run(Search *search)
     }
 }
 
-/* ---- encode and decode ---------------------------------------------------------------------------------------------------------- */
+/* ---- encode --------------------------------------------------------------------------------------------------------------------- */
 
 static int arrange(const KvQuantizeOptions *options, const KvTensorShape *shape, KvQuantized *ret, ErrorDetail *reterr)
 {
@@ -182,10 +182,7 @@ static int arrange(const KvQuantizeOptions *options, const KvTensorShape *shape,
     if (g == 0 || n_values % g)
         return error_detail_set(reterr, -EINVAL, "q_group_size %u of hqq must divide the %llu values of all rows",
                                 options->group_size, (unsigned long long)n_values);
-    *ret = (KvQuantized){.backend = KV_BACKEND_HQQ, .options = *options, .shape = *shape, .n_values = n_values,
-                         .rows_are_groups = options->axis == 1, .n_groups = n_values / g, .group_size = g};
-    ret->n_rows = options->axis == 1 ? ret->n_groups : g;
-    ret->n_columns = options->axis == 1 ? g : ret->n_groups;
+    *ret = kv_quantized_arrange(KV_BACKEND_HQQ, options, shape, n_values, false);
     if (options->nbits == 3 && options->axis == 1)
         return error_detail_set(reterr, -EINVAL, "nbits 3 of hqq needs axis 0: on axis 1 its packing cannot be taken apart");
     if (options->nbits != 3 && ret->n_rows % blocks)
@@ -228,23 +225,5 @@ int kv_hqq_encode(const KvQuantizeOptions *options, const KvTensorShape *shape, 
         kv_dtype_store(options->dtype, tensor->offsets, group, zeros[group]);
     }
     *ret = TAKE_PTR(tensor);
-    return 0;
-}
-
-int kv_hqq_decode(const KvQuantized *tensor, float *ret, ErrorDetail *reterr)
-{
-    KvDtype dtype = tensor->options.dtype;
-    _cleanup_(freep) uint8_t *codes = calloc(tensor->n_values, 1);
-
-    if (!codes)
-        return error_detail_set(reterr, -ENOMEM, "no memory to decode %llu values", (unsigned long long)tensor->n_values);
-    kv_unpack_codes(KV_PACK_HIGH_FIRST, tensor->options.nbits, tensor->packed, tensor->n_rows, tensor->n_columns, codes);
-    for (uint64_t group = 0; group < tensor->n_groups; group++) {
-        float scale = kv_dtype_load(dtype, tensor->scales, group), zero = kv_dtype_load(dtype, tensor->offsets, group);
-
-        for (uint64_t i = 0; i < tensor->group_size; i++)
-            ret[kv_quantized_value_index(tensor, group, i)] =
-                kv_hqq_value(dtype, codes[kv_quantized_code_index(tensor, group, i)], scale, zero);
-    }
     return 0;
 }

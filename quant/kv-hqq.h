@@ -82,5 +82,3 @@ float kv_hqq_shrink(float u);
 /* x: (shape), values of the dtype.  -EINVAL, naming q_group_size or nbits, when groups or packing do not come out even. */
 int kv_hqq_encode(const KvQuantizeOptions *options, const KvTensorShape *shape, const float *x, KvQuantized **ret,
                   ErrorDetail *reterr);
-/* kv_quantized_decode() for this codec. */
-int kv_hqq_decode(const KvQuantized *tensor, float *ret, ErrorDetail *reterr);

@@ -43,6 +43,20 @@ int kv_tensor_size(const KvTensorShape *shape, uint64_t *ret, ErrorDetail *reter
     return 0;
 }
 
+KvQuantized kv_quantized_arrange(KvBackend backend, const KvQuantizeOptions *options, const KvTensorShape *shape, uint64_t n_values,
+                                 bool alone)
+{
+    KvQuantized tensor = {.backend = backend, .options = *options, .shape = *shape, .n_values = n_values};
+    uint64_t g = alone ? 1 : options->group_size;
+
+    tensor.group_size = g;
+    tensor.n_groups = backend == KV_BACKEND_FP8 ? 0 : n_values / g;
+    tensor.rows_are_groups = alone || options->axis == (backend == KV_BACKEND_HQQ ? 1 : 0);
+    tensor.n_rows = alone ? 1 : tensor.rows_are_groups ? tensor.n_groups : g;
+    tensor.n_columns = alone ? n_values : tensor.rows_are_groups ? g : tensor.n_groups;
+    return tensor;
+}
+
 /* ---- memory --------------------------------------------------------------------------------------------------------------------- */
 
 int kv_quantized_new(const KvQuantized *like, KvQuantized **ret, ErrorDetail *reterr)
@@ -113,21 +127,39 @@ uint64_t kv_quantized_value_index(const KvQuantized *tensor, uint64_t group, uin
     return kv_quantized_code_index(tensor, group, member);
 }
 
+static KvPackOrder pack_order(const KvQuantized *tensor)
+{
+    return tensor->backend == KV_BACKEND_QUANTO ? KV_PACK_LOW_FIRST : KV_PACK_HIGH_FIRST;
+}
+
+static void decode_group(const KvQuantized *tensor, const uint8_t *codes, uint64_t group, float *ret)
+{
+    KvDtype dtype = tensor->options.dtype;
+    float scale = kv_dtype_load(dtype, tensor->scales, group), offset = kv_dtype_load(dtype, tensor->offsets, group);
+
+    for (uint64_t i = 0; i < tensor->group_size; i++) {
+        uint8_t code = codes[kv_quantized_code_index(tensor, group, i)];
+
+        ret[kv_quantized_value_index(tensor, group, i)] = tensor->backend == KV_BACKEND_QUANTO ? kv_quanto_value(dtype, code, scale, offset)
+                                                                                               : kv_hqq_value(dtype, code, scale, offset);
+    }
+}
+
 int kv_quantized_decode(const KvQuantized *tensor, float *ret, ErrorDetail *reterr)
 {
-    switch (tensor->backend) {
-    case KV_BACKEND_QUANTO:
-        return kv_quanto_decode(tensor, ret, reterr);
-    case KV_BACKEND_HQQ:
-        return kv_hqq_decode(tensor, ret, reterr);
-    case KV_BACKEND_FP8:
+    _cleanup_(freep) uint8_t *codes = NULL;
+
+    if (tensor->backend == KV_BACKEND_FP8) {
         kv_fp8_decode_tensor(tensor, ret);
         return 0;
-    case KV_BACKEND_X_MAX:
-    case KV_BACKEND_X_INVALID:
-        break;
     }
-    return error_origin(-EINVAL);
+    codes = calloc(tensor->n_values, 1);
+    if (!codes)
+        return error_detail_set(reterr, -ENOMEM, "no memory to decode %llu values", (unsigned long long)tensor->n_values);
+    kv_unpack_codes(pack_order(tensor), tensor->options.nbits, tensor->packed, tensor->n_rows, tensor->n_columns, codes);
+    for (uint64_t group = 0; group < tensor->n_groups; group++)
+        decode_group(tensor, codes, group, ret);
+    return 0;
 }
 
 /* ---- gather --------------------------------------------------------------------------------------------------------------------- */
@@ -169,21 +201,6 @@ static int check_gather(const KvQuantized *tensor, const uint32_t *rows, uint32_
     return 0;
 }
 
-/* The tensor's plan for another number of rows and tokens: groups are runs. */
-static KvQuantized plan_gathered(const KvQuantized *tensor, uint32_t n_rows, uint32_t n_tokens)
-{
-    KvQuantized plan = *tensor;
-    bool one_row = tensor->n_rows == 1 && tensor->group_size == 1; /* fp8, and a tensor in a single quanto group */
-
-    plan.shape.n_rows = n_rows;
-    plan.shape.n_tokens = n_tokens;
-    plan.n_values = (uint64_t)n_rows * plan.shape.n_heads * n_tokens * plan.shape.width;
-    plan.n_rows = one_row ? 1 : plan.n_values / plan.group_size;
-    plan.n_columns = one_row ? plan.n_values : plan.group_size;
-    plan.n_groups = tensor->n_groups ? plan.n_values / plan.group_size : 0;
-    return plan;
-}
-
 /* Copies each run from the old order to the new one: items of @size bytes, one for @per values. */
 static void gather_items(Run run, const uint32_t *rows, uint32_t n_rows, size_t size, uint64_t per, const void *from, void *ret)
 {
@@ -200,7 +217,7 @@ int kv_quantized_gather(const KvQuantized *tensor, const uint32_t *rows, uint32_
 {
     _cleanup_(kv_quantized_unrefp) KvQuantized *gathered = NULL;
     _cleanup_(freep) uint8_t *codes = NULL, *new_codes = NULL;
-    KvPackOrder order = tensor->backend == KV_BACKEND_QUANTO ? KV_PACK_LOW_FIRST : KV_PACK_HIGH_FIRST;
+    KvPackOrder order = pack_order(tensor);
     size_t bytes = kv_dtype_bytes(tensor->options.dtype);
     uint8_t nbits = tensor->options.nbits;
     KvTensorShape shape = {n_rows, tensor->shape.n_heads, n_tokens, tensor->shape.width};
@@ -214,7 +231,8 @@ int kv_quantized_gather(const KvQuantized *tensor, const uint32_t *rows, uint32_
         r = kv_tensor_size(&shape, &n_values, reterr);
     if (r)
         return error_trace(r);
-    plan = plan_gathered(tensor, n_rows, n_tokens);
+    plan = kv_quantized_arrange(tensor->backend, &tensor->options, &shape, n_values, kv_quantized_is_alone(tensor));
+    plan.scale = tensor->scale;
     r = kv_quantized_new(&plan, &gathered, reterr);
     if (r)
         return error_trace(r);

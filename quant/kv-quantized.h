@@ -54,6 +54,14 @@ typedef struct KvQuantized {
     float scale;            /* fp8 */
 } KvQuantized;
 
+/* Where the groups and codes of a tensor of @n_values lie, whether or not they come out even.  @alone: every value is a group of its own, as in
+ * fp8, and in a tensor that is a single quanto group. */
+KvQuantized kv_quantized_arrange(KvBackend backend, const KvQuantizeOptions *options, const KvTensorShape *shape, uint64_t n_values,
+                                 bool alone);
+static inline bool kv_quantized_is_alone(const KvQuantized *tensor)
+{
+    return tensor->group_size == 1 && tensor->n_rows == 1;
+}
 /* A tensor whose codes and scales are still to be written: shape, options and the matrix of codes are taken from @like.  -ENOMEM. */
 int kv_quantized_new(const KvQuantized *like, KvQuantized **ret, ErrorDetail *reterr);
 KvQuantized *kv_quantized_ref(KvQuantized *tensor);   /* takes NULL */

@@ -54,14 +54,7 @@ static int arrange(const KvQuantizeOptions *options, const KvTensorShape *shape,
         return error_detail_set(reterr, -EINVAL, "q_group_size %u of quanto must divide the %llu %s", options->group_size,
                                 (unsigned long long)of_axis,
                                 options->axis == 0 ? "values of a batch row" : "tokens of all rows and heads");
-    *ret = (KvQuantized){.backend = KV_BACKEND_QUANTO, .options = *options, .shape = *shape, .n_values = n_values,
-                         .rows_are_groups = options->axis == 0, .n_groups = n_values / g, .group_size = g};
-    ret->n_rows = options->axis == 0 ? ret->n_groups : g;
-    ret->n_columns = options->axis == 0 ? g : ret->n_groups;
-    if (options->axis == 0 && ret->n_groups == 1) {
-        ret->n_groups = g;
-        ret->group_size = 1;
-    }
+    *ret = kv_quantized_arrange(KV_BACKEND_QUANTO, options, shape, n_values, options->axis == 0 && n_values == g);
     return 0;
 }
 
@@ -104,23 +97,5 @@ int kv_quanto_encode(const KvQuantizeOptions *options, const KvTensorShape *shap
         encode_group(tensor, x, group, members, member_codes, codes);
     kv_pack_codes(KV_PACK_LOW_FIRST, options->nbits, codes, tensor->n_rows, tensor->n_columns, tensor->packed);
     *ret = TAKE_PTR(tensor);
-    return 0;
-}
-
-int kv_quanto_decode(const KvQuantized *tensor, float *ret, ErrorDetail *reterr)
-{
-    KvDtype dtype = tensor->options.dtype;
-    _cleanup_(freep) uint8_t *codes = calloc(tensor->n_values, 1);
-
-    if (!codes)
-        return error_detail_set(reterr, -ENOMEM, "no memory to decode %llu values", (unsigned long long)tensor->n_values);
-    kv_unpack_codes(KV_PACK_LOW_FIRST, tensor->options.nbits, tensor->packed, tensor->n_rows, tensor->n_columns, codes);
-    for (uint64_t group = 0; group < tensor->n_groups; group++) {
-        float scale = kv_dtype_load(dtype, tensor->scales, group), shift = kv_dtype_load(dtype, tensor->offsets, group);
-
-        for (uint64_t i = 0; i < tensor->group_size; i++)
-            ret[kv_quantized_value_index(tensor, group, i)] =
-                kv_quanto_value(dtype, codes[kv_quantized_code_index(tensor, group, i)], scale, shift);
-    }
     return 0;
 }

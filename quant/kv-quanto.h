@@ -27,5 +27,3 @@ static inline float kv_quanto_value(KvDtype dtype, uint8_t code, float scale, fl
 /* x: (shape), values of the dtype.  -EINVAL, naming q_group_size and what it must divide, when the groups do not come out even. */
 int kv_quanto_encode(const KvQuantizeOptions *options, const KvTensorShape *shape, const float *x, KvQuantized **ret,
                      ErrorDetail *reterr);
-/* kv_quantized_decode() for this codec. */
-int kv_quanto_decode(const KvQuantized *tensor, float *ret, ErrorDetail *reterr);
