@@ -292,7 +292,7 @@ int model_prepare_form(Model *model, const KvForm *form, ErrorDetail *reterr)
     return kv_form_is_calibrated(form) && !model->calibration ? model_calibrate(model, reterr) : 0;
 }
 
-/* Automatic bits become those that were measured for the model, or are now. */
+/* Automatic bits become those that were measured for the model, or are now; without a tokenizer there is nothing to measure them with. */
 static int choose_bits(Model *model, KvPolicy *policy, ErrorDetail *reterr)
 {
     _cleanup_(nbits_freep) Nbits *nbits = NULL;
@@ -301,6 +301,10 @@ static int choose_bits(Model *model, KvPolicy *policy, ErrorDetail *reterr)
 
     if (!kv_form_is_auto(policy->form))
         return 0;
+    if (!model->file->tokenizer) {
+        *policy = model_nbits_resolve(model->file, model->options.exact, policy, &done);
+        return 0;
+    }
     r = nbits_new(model, policy, &nbits, reterr);
     while (!r && !done)
         r = nbits_step(nbits, &done, reterr);

@@ -3,6 +3,7 @@
 
 #include "daemon/model/speed.h"
 #include "daemon/model/model-private.h"
+#include "daemon/model/nbits.h"
 #include "daemon/model/state-file.h"
 #include "quant/base/log.h"
 
@@ -407,10 +408,15 @@ static int measure(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_
 int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_measure, ModelSpeed *ret, ErrorDetail *reterr)
 {
     uint64_t used[GPU_PURPOSE_X_MAX], total, budget = gpu_info(gpu)->budget_bytes, bytes;
+    ModelFit resolved = *fit;
     SpeedFile stored, wanted;
     char name[17];
+    bool known;
     int r;
 
+    /* The bits that it has, or would have as far as is known: a model of zeros has no text to choose them by. */
+    resolved.policy = model_nbits_resolve(file, fit->options.exact, &fit->policy, &known);
+    fit = &resolved;
     memset(&wanted, 0, sizeof(wanted));
     make_key(gpu_info(gpu), file, fit, wanted.key);
     make_name(wanted.key, name);

@@ -298,12 +298,16 @@ static void the_device_is_measured_once_and_left_as_it_was(void **state)
     assert_int_equal(model_file_open(path, folder, &file, NULL), 0);
     assert_int_equal(model_plan(gpu_info(*state), file, &fit.options, &fit.policy, &fit.plan, NULL), 0);
     gpu_memory_used(*state, used, &before);
+    fit.policy.form.k_bits = fit.policy.form.v_bits = KV_BITS_AUTO; /* not chosen yet, and not by the probe's model, which has no text */
     assert_int_equal(model_speed(*state, file, &fit, false, &speed, NULL), -ENOENT);
     assert_int_equal(model_speed(*state, file, &fit, true, &speed, NULL), 0);
     gpu_memory_used(*state, used, &after);
     assert_int_equal(before, after);
     assert_true(speed.head_sec + speed.layer_sec > 0 && speed.chunk_rows == 64 && speed.upload_rate > 0);
     assert_true(speed.hidden_share >= 0 && speed.hidden_share <= 1);
+    assert_int_equal(model_speed(*state, file, &fit, false, &again, NULL), 0);
+    assert_memory_equal(&speed, &again, sizeof(speed));
+    fit.policy.form = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false).form; /* the usual bits: those that were assumed */
     assert_int_equal(model_speed(*state, file, &fit, false, &again, NULL), 0);
     assert_memory_equal(&speed, &again, sizeof(speed));
     fit.policy.form.v_bits = 8; /* other kernels: unknown */
