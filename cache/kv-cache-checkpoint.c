@@ -82,14 +82,18 @@ static int fill_checkpoint(const KvPast *past, KvCheckpoint *checkpoint, ErrorDe
     return error_trace(r);
 }
 
-static int make_checkpoint(KvPast *past, ErrorDetail *reterr)
+static int make_checkpoint(KvPast *past, bool recorded, ErrorDetail *reterr)
 {
     KvStore *store = past->store;
     KvCheckpoint *checkpoint;
     int r;
 
-    if (past->length == 0 || is_saved(past))
+    if (past->length == 0)
         return 0;
+    if (is_saved(past)) {
+        past->checkpoints[past->n_checkpoints - 1]->recorded &= recorded;
+        return 0;
+    }
     checkpoint = kv_checkpoint_new(store);
     if (!checkpoint)
         return error_detail_set(reterr, error_origin(KV_E_HOST_MEMORY), "cache: no memory for a checkpoint");
@@ -100,6 +104,7 @@ static int make_checkpoint(KvPast *past, ErrorDetail *reterr)
     }
     if (past->n_checkpoints == KV_CHECKPOINTS_MAX)
         thin_checkpoints(past);
+    checkpoint->recorded = recorded;
     past->checkpoints[past->n_checkpoints++] = checkpoint;
     return 0;
 }
@@ -110,7 +115,7 @@ int kv_cache_checkpoint(KvCache *cache)
         return error_origin(-EBUSY);
     if (cache->past->host) /* any place can be gone back to */
         return 0;
-    return error_trace(make_checkpoint(cache->past, NULL));
+    return error_trace(make_checkpoint(cache->past, false, NULL));
 }
 
 /* Whether, of the lengths from @record_from on, one needs a position that the ring has now and will not have when it ends at @end. */
@@ -131,7 +136,7 @@ int kv_cache_save_recorded(KvCache *cache, uint32_t n_tokens, ErrorDetail *reter
 
         if (kv_section_is_packed(section) && !kv_section_is_cross(section) &&
             loses_recorded(section, &past->sections[s], past, past->length + n_tokens))
-            return error_trace(make_checkpoint(past, reterr));
+            return error_trace(make_checkpoint(past, true, reterr));
     }
     return 0;
 }

@@ -5,10 +5,11 @@
  * To go on from a length n, each section needs positions [kv_needed_from(n), n) in full precision, and the sinks; a windowed one the
  * blocks in sight; a state must be that after n tokens.  The tail ring holds [tail_from, length).  When that is not enough, a section with
  * an unpacked form reads it back from its pages.  What the past itself has not is in a checkpoint, or a snapshot of states, or nowhere.
- * The longest place that all sections can go to is where the past goes.
+ * A place inside a pass, behind the checkpoint that was made before it, is had by splicing the two (cache/kv-cache-splice.c).  The longest
+ * of the places that something was kept for, and that all sections can go to, is where the past goes.
  */
 
-#include "cache/kv-store-internal.h"
+#include "cache/kv-cache-splice.h"
 
 /* ---- tails read back from pages ----------------------------------------------------------------------------------------- */
 
@@ -78,7 +79,8 @@ static int refill_section(KvStore *store, const KvPast *past, uint32_t s, uint32
 
 static bool must_refill(const KvPast *past, uint32_t s, uint32_t length)
 {
-    return length > 0 && past->sections[s].tail_from > kv_needed_from(&past->store->sections[s], length);
+    return !kv_section_is_cross(&past->store->sections[s]) && length > 0 &&
+           past->sections[s].tail_from > kv_needed_from(&past->store->sections[s], length);
 }
 
 /* Reads tails of a past to be cropped to @length back from its pages, which still are those of the longer one. */
@@ -95,7 +97,7 @@ static int refill_tail(KvPast *past, uint32_t length, ErrorDetail *reterr)
     if (r)
         return error_trace(r);
     for (uint32_t s = 0; s < store->sizes.n_sections && !r; s++)
-        if (!kv_section_is_cross(&store->sections[s]) && must_refill(past, s, length))
+        if (must_refill(past, s, length))
             r = refill_section(store, past, s, length);
     if (!r)
         r = gpu_drain(store->gpu, KV_TIMEOUT_USEC, reterr);
@@ -107,6 +109,7 @@ static int refill_tail(KvPast *past, uint32_t length, ErrorDetail *reterr)
 typedef struct Retreat {
     uint32_t length;
     const KvCheckpoint *checkpoint; /* NULL: with what the past has itself */
+    KvSplice splice;                /* older NULL: none */
 } Retreat;
 
 /* Whether a section can go back to @length with what it has. */
@@ -117,7 +120,7 @@ static bool section_reaches(const KvPast *past, uint32_t s, uint32_t length)
 
     if (kv_section_is_cross(section))
         return true;
-    if (kv_section_is_windowed(section) && kv_section_first_page(&past->sections[s]) > kv_kept_page(section, length))
+    if (!kv_section_sees(past, s, length))
         return false;
     if (!must_refill(past, s, length))
         return true;
@@ -125,11 +128,16 @@ static bool section_reaches(const KvPast *past, uint32_t s, uint32_t length)
     return !kv_section_is_packed(section) && (length <= complete || past->sections[s].tail_from <= complete);
 }
 
+static bool has_state(const KvPast *past, uint32_t length)
+{
+    return past->store->states.n_slots == 0 || kv_states_find(&past->states, length, past->length);
+}
+
 static bool past_reaches(const KvPast *past, uint32_t length)
 {
     if (length == 0)
         return true;
-    if (past->store->states.n_slots > 0 && !kv_states_find(&past->states, length, past->length))
+    if (!has_state(past, length))
         return false;
     for (uint32_t s = 0; s < past->store->sizes.n_sections; s++)
         if (!section_reaches(past, s, length))
@@ -146,7 +154,7 @@ static bool checkpoint_reaches(const KvPast *past, const KvCheckpoint *checkpoin
 {
     if (checkpoint->length < length || checkpoint->length > past->length)
         return false;
-    if (past->store->states.n_slots > 0 && checkpoint->length != length && !kv_states_find(&past->states, length, past->length))
+    if (checkpoint->length != length && !has_state(past, length))
         return false;
     for (uint32_t s = 0; s < past->store->sizes.n_sections; s++) {
         const KvSection *section = &past->store->sections[s];
@@ -162,17 +170,25 @@ static bool checkpoint_reaches(const KvPast *past, const KvCheckpoint *checkpoin
 /* @best or @length, when it is longer and can be gone back to. */
 static void consider(const KvPast *past, uint32_t length, uint32_t n_keep, Retreat *best)
 {
+    KvSplice splice;
+
     if (length > n_keep || length <= best->length)
         return;
     if (past_reaches(past, length)) {
-        *best = (Retreat){length, NULL};
+        *best = (Retreat){.length = length};
         return;
     }
     for (uint32_t i = 0; i < past->n_checkpoints; i++)
         if (checkpoint_reaches(past, past->checkpoints[i], length)) {
-            *best = (Retreat){length, past->checkpoints[i]};
+            *best = (Retreat){.length = length, .checkpoint = past->checkpoints[i]};
             return;
         }
+    if (!has_state(past, length) || !kv_splice_find(past, length, &splice))
+        return;
+    for (uint32_t s = 0; s < past->store->sizes.n_sections; s++)
+        if (!kv_splice_reaches(past, &splice, s, length) && !section_reaches(past, s, length))
+            return;
+    *best = (Retreat){.length = length, .splice = splice};
 }
 
 /* The longest place, of those that something was kept for. */
@@ -235,16 +251,44 @@ static int go_by_pages(KvPast *past, uint32_t length, ErrorDetail *reterr)
     int r;
 
     for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-        any = any || (!kv_section_is_cross(&store->sections[s]) && must_refill(past, s, length));
+        any = any || must_refill(past, s, length);
     if (!any)
         return 0;
     r = refill_tail(past, length, reterr);
     if (r)
         return error_trace(r);
     for (uint32_t s = 0; s < store->sizes.n_sections; s++)
-        if (!kv_section_is_cross(&store->sections[s]) && must_refill(past, s, length))
+        if (must_refill(past, s, length))
             past->sections[s].tail_from = kv_needed_from(&store->sections[s], length);
     return 0;
+}
+
+/* The recent tokens that two places have together; then those that pages have. */
+static int go_by_splice(KvPast *past, const Retreat *retreat, ErrorDetail *reterr)
+{
+    uint32_t n_sections = past->store->sizes.n_sections;
+    _cleanup_(freep) uint32_t *before = calloc(MAX(n_sections, 1u), sizeof(uint32_t));
+    KvTail *old = past->tail, *tail;
+    int r;
+
+    if (!before)
+        return error_origin(KV_E_HOST_MEMORY);
+    for (uint32_t s = 0; s < n_sections; s++)
+        before[s] = past->sections[s].tail_from;
+    r = kv_splice_tail(past, &retreat->splice, retreat->length, &tail, reterr);
+    if (r)
+        return error_trace(r);
+    past->tail = tail;
+    r = go_by_pages(past, retreat->length, reterr);
+    if (!r) {
+        (void)kv_tail_unref(old);
+        return 0;
+    }
+    (void)kv_tail_unref(past->tail);
+    past->tail = old;
+    for (uint32_t s = 0; s < n_sections; s++)
+        past->sections[s].tail_from = before[s];
+    return error_trace(r);
 }
 
 /* A reference to the state to go on with; NULL when none is needed, or memory is short. */
@@ -273,6 +317,8 @@ static int rewind_past(KvPast *past, uint32_t n_keep, ErrorDetail *reterr)
     }
     if (retreat.checkpoint)
         r = go_to_checkpoint(past, &retreat);
+    else if (retreat.splice.older)
+        r = go_by_splice(past, &retreat, reterr);
     else if (retreat.length > 0)
         r = go_by_pages(past, retreat.length, reterr);
     if (r) {
@@ -294,6 +340,13 @@ uint32_t kv_cache_crop_length(const KvCache *cache, uint32_t n_keep)
     return find_retreat(cache->past, n_keep).length;
 }
 
+int kv_past_crop(KvPast *past, uint32_t n_keep, ErrorDetail *reterr)
+{
+    int r = past->host ? kv_host_past_crop(past->host, past->length - n_keep, reterr) : 0;
+
+    return r ? error_trace(r) : error_trace(rewind_past(past, n_keep, reterr));
+}
+
 int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDetail *reterr)
 {
     int r;
@@ -301,10 +354,7 @@ int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDe
     if (cache->in_pass)
         return error_detail_set(reterr, -EBUSY, "cache: a sequence cannot be cropped in the middle of a pass");
     if (n_keep < cache->past->length) {
-        r = cache->past->host ? kv_host_past_crop(cache->past->host, cache->past->length - n_keep, reterr) : 0;
-        if (r)
-            return error_trace(r);
-        r = rewind_past(cache->past, n_keep, reterr);
+        r = kv_past_crop(cache->past, n_keep, reterr);
         if (r)
             return error_trace(r);
         kv_store_trim(cache->store);

@@ -131,14 +131,50 @@ static int check_crop(KvCache *const *caches, uint32_t n, uint32_t n_back, Error
         if (n_back > length)
             return error_detail_set(reterr, -EINVAL, "cache: %u tokens to take back from row %u, which has %u", n_back, i, length);
         left = kv_cache_crop_length(caches[i], length - n_back);
-        if (left != length - n_back && !(caches[i]->past->recording && left >= caches[i]->past->record_from))
-            return error_detail_set(reterr, KV_E_ROLLBACK, "cache: row %u cannot take back %u of %u tokens: they were not recorded", i,
-                                    n_back, length);
+        if (left != length - n_back)
+            return error_detail_set(reterr, KV_E_ROLLBACK,
+                                    "cache: row %u cannot take back %u of %u tokens: what it needs to go on from %u was not recorded, from %u it was",
+                                    i, n_back, length, length - n_back, left);
     }
     return 0;
 }
 
-int kv_caches_crop(KvCache *const *caches, uint32_t n, int64_t n_tokens, uint32_t *ret_lengths, ErrorDetail *reterr)
+/* The shorter past of each row, beside the present one; of those that were made @pasts has one on failure too. */
+static int crop_copies(KvCache *const *caches, uint32_t n, uint32_t n_back, KvPast **pasts, ErrorDetail *reterr)
+{
+    int r = 0;
+
+    for (uint32_t i = 0; i < n && !r; i++) {
+        pasts[i] = kv_past_copy(caches[i]->past);
+        if (!pasts[i])
+            return error_origin(KV_E_HOST_MEMORY);
+        r = kv_past_crop(pasts[i], pasts[i]->length - n_back, reterr);
+    }
+    return error_trace(r);
+}
+
+static int take_back(KvCache *const *caches, uint32_t n, uint32_t n_back, ErrorDetail *reterr)
+{
+    _cleanup_(freep) KvPast **pasts = calloc(MAX(n, 1u), sizeof(KvPast *));
+    int r;
+
+    if (!pasts)
+        return error_origin(KV_E_HOST_MEMORY);
+    r = n_back > 0 ? crop_copies(caches, n, n_back, pasts, reterr) : 0;
+    for (uint32_t i = 0; i < n; i++) {
+        KvPast *dropped = pasts[i];
+
+        if (!r && pasts[i]) {
+            dropped = caches[i]->past;
+            pasts[i]->recording = dropped->recording;
+            caches[i]->past = pasts[i];
+        }
+        (void)kv_past_free(dropped);
+    }
+    return error_trace(r);
+}
+
+int kv_caches_crop(KvCache *const *caches, uint32_t n, int64_t n_tokens, ErrorDetail *reterr)
 {
     int r;
 
@@ -147,17 +183,16 @@ int kv_caches_crop(KvCache *const *caches, uint32_t n, int64_t n_tokens, uint32_
     r = check_rows(caches, n, NULL, 0, reterr);
     if (!r)
         r = check_crop(caches, n, (uint32_t)-n_tokens, reterr);
+    if (!r)
+        r = take_back(caches, n, (uint32_t)-n_tokens, reterr);
     for (uint32_t i = 0; i < n && !r; i++) {
         KvPast *past = caches[i]->past;
-        bool recording = past->recording;
 
-        r = kv_cache_crop(caches[i], past->length - (uint32_t)-n_tokens, &ret_lengths[i], reterr);
-        if (r)
-            break;
-        past->recording = recording;
+        kv_past_drop_beyond(past, past->length); /* now that nobody else has the pages behind */
         past->record_from = past->length;
-        kv_states_drop_snapshots(&past->states);
-        kv_past_drop_unseen(past);
+        kv_past_drop_recorded(past);
     }
+    if (!r && n > 0)
+        kv_store_trim(caches[0]->store);
     return error_trace(r);
 }

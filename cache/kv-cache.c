@@ -120,8 +120,7 @@ int kv_cache_record(KvCache *cache, bool on)
     past->recording = on;
     if (on)
         return 0;
-    kv_states_drop_snapshots(&past->states);
-    kv_past_drop_unseen(past);
+    kv_past_drop_recorded(past);
     kv_store_trim(cache->store);
     return 0;
 }

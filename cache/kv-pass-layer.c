@@ -230,24 +230,58 @@ int kv_cross_layer(KvPass *pass, uint32_t layer, const GpuBuffer *kv, ErrorDetai
     return layer_done(pass, layer, run_cross_layer(pass->store, layer, kv), reterr);
 }
 
+static uint64_t slot_offset(const KvStore *store, const KvTail *state)
+{
+    return (uint64_t)state->slot * store->states.slot_bytes;
+}
+
+static int check_state(const KvPass *pass, uint32_t layer, uint32_t item, ErrorDetail *reterr)
+{
+    const KvSizes *sizes = &pass->store->sizes;
+
+    if (layer >= sizes->n_layers || !sizes->layers[layer].has_state || item >= pass->n_entries || pass->cross)
+        return error_detail_set(reterr, -EINVAL, "cache: layer %u has no state of item %u in this pass", layer, item);
+    return 0;
+}
+
 int kv_pass_state(KvPass *pass, uint32_t layer, uint32_t item, KvState *ret, ErrorDetail *reterr)
 {
     const KvStore *store = pass->store;
-    const KvLayerPlace *place = layer < store->sizes.n_layers ? &store->sizes.layers[layer] : NULL;
+    const KvLayerPlace *place;
     const KvStates *states;
-    uint64_t from, to;
+    int r;
 
-    if (!place || !place->has_state || item >= pass->n_entries || pass->cross)
-        return error_detail_set(reterr, -EINVAL, "cache: layer %u has no state of item %u in this pass", layer, item);
+    r = check_state(pass, layer, item, reterr);
+    if (r)
+        return error_trace(r);
+    place = &store->sizes.layers[layer];
     states = &pass->entries[item].cache->past->states;
-    from = (uint64_t)states->now->slot * store->states.slot_bytes;
-    to = (uint64_t)states->next->slot * store->states.slot_bytes;
     *ret = (KvState){
         .buffer = store->states.buffer,
-        .conv_from = from + place->conv_offset,
-        .recurrent_from = from + place->recurrent_offset,
-        .conv_to = to + place->conv_offset,
-        .recurrent_to = to + place->recurrent_offset,
+        .conv_from = slot_offset(store, states->now) + place->conv_offset,
+        .recurrent_from = slot_offset(store, states->now) + place->recurrent_offset,
+        .conv_to = slot_offset(store, states->next) + place->conv_offset,
+        .recurrent_to = slot_offset(store, states->next) + place->recurrent_offset,
+        .n_steps = states->n_steps,
     };
+    return 0;
+}
+
+int kv_pass_state_step(KvPass *pass, uint32_t layer, uint32_t item, uint32_t n_tokens, uint64_t *ret_conv, uint64_t *ret_recurrent,
+                       ErrorDetail *reterr)
+{
+    const KvStates *states;
+    uint64_t to;
+    int r;
+
+    r = check_state(pass, layer, item, reterr);
+    if (r)
+        return error_trace(r);
+    states = &pass->entries[item].cache->past->states;
+    if (n_tokens == 0 || n_tokens > states->n_steps)
+        return error_detail_set(reterr, -EINVAL, "cache: no state after %u tokens of item %u, of %u", n_tokens, item, states->n_steps);
+    to = slot_offset(pass->store, states->steps[n_tokens - 1]);
+    *ret_conv = to + pass->store->sizes.layers[layer].conv_offset;
+    *ret_recurrent = to + pass->store->sizes.layers[layer].recurrent_offset;
     return 0;
 }

@@ -56,10 +56,22 @@ static int check_items(const KvStore *store, const KvPassItem *items, uint32_t n
     return error_trace(check_room(store, items, n_items, cross, reterr));
 }
 
+/* Steps of a sequence's states: those of its tokens but the last when it is recorded and there are slots left for them all, else none. */
+static uint32_t take_steps(const KvPassItem *item, uint32_t *left)
+{
+    uint32_t n = item->n_tokens - 1;
+
+    if (!item->cache->past->recording || n > *left || n >= KV_SNAPSHOTS_MAX)
+        return 0;
+    *left -= n;
+    return n;
+}
+
 /* Tails, and the states where the pass has to do with them. */
 static int reserve_slots(KvPass *pass, const KvPassItem *items, uint32_t n_items, ErrorDetail *reterr)
 {
     KvStore *store = pass->store;
+    uint32_t steps_left = store->sizes.n_state_steps;
     int r = 0;
 
     kv_tails_next_pass(&store->tails);
@@ -69,7 +81,7 @@ static int reserve_slots(KvPass *pass, const KvPassItem *items, uint32_t n_items
 
         r = kv_tails_acquire(&store->tails, &past->tail, reterr);
         if (!r && store->states.n_slots > 0 && !pass->cross)
-            r = kv_states_acquire(&past->states, &store->states, reterr);
+            r = kv_states_acquire(&past->states, &store->states, take_steps(&items[i], &steps_left), reterr);
     }
     return error_trace(r);
 }
@@ -306,6 +318,8 @@ static void commit_entry(const KvPass *pass, const KvPassEntry *entry)
     kv_tail_settle(past->tail);
     if (pass->cross) {
         past->cross_length += entry->n_tokens;
+        while (past->n_checkpoints > 0) /* their tails are from before it */
+            kv_past_drop_checkpoint(past, past->n_checkpoints - 1);
         return;
     }
     kv_states_commit(&past->states, past->length, past->recording);

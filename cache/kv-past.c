@@ -52,6 +52,7 @@ static KvCheckpoint *checkpoint_copy(const KvStore *store, const KvCheckpoint *f
         return NULL;
     checkpoint->length = from->length;
     checkpoint->made = from->made;
+    checkpoint->recorded = from->recorded;
     checkpoint->saved = from->saved ? kv_saved_ref(from->saved) : NULL;
     checkpoint->state = from->state ? kv_saved_ref(from->state) : NULL;
     for (uint32_t s = 0; s < store->sizes.n_sections; s++)
@@ -199,6 +200,15 @@ void kv_past_drop_unseen(KvPast *past)
         if (first && first->n_refs == 1 && page > own->first_block * KV_BLOCK_PAGES)
             kv_block_shrink(first, page - own->first_block * KV_BLOCK_PAGES, first->n_filled);
     }
+}
+
+void kv_past_drop_recorded(KvPast *past)
+{
+    for (uint32_t i = past->n_checkpoints; i-- > 0;)
+        if (past->checkpoints[i]->recorded)
+            kv_past_drop_checkpoint(past, i);
+    kv_states_drop_snapshots(&past->states);
+    kv_past_drop_unseen(past);
 }
 
 void kv_past_clear(KvPast *past)

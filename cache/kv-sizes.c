@@ -19,6 +19,8 @@ static int check_arguments(const GpuInfo *info, const KvModel *model, const KvPo
     if (model->max_rows == 0 || model->max_sequences == 0 || model->max_rows > 1u << 20 || model->max_sequences > 4096)
         return error_detail_set(reterr, -EINVAL, "cache: passes of %u rows for %u sequences", model->max_rows,
                                 model->max_sequences);
+    if (model->max_state_steps > 1u << 20)
+        return error_detail_set(reterr, -EINVAL, "cache: %u steps of states", model->max_state_steps);
     if (policy->n_slots < 1 || policy->n_slots > KV_MAX_SLOTS)
         return error_detail_set(reterr, -EINVAL, "cache: %u staging buffers, must be 1 to %d", policy->n_slots, KV_MAX_SLOTS);
     if (policy->max_cache_tokens == 0 || policy->max_cache_tokens > 1u << 28)
@@ -226,7 +228,7 @@ static void resident_share(const GpuInfo *info, KvSizes *sizes)
 /* What the policy's device budget leaves once tails and the scratch for fresh pages are paid. */
 static int budget_rest(const KvSizes *sizes, uint64_t *ret, ErrorDetail *reterr)
 {
-    uint64_t fixed = (sizes->tail_slot_bytes + 2 * sizes->state_slot_bytes) * sizes->n_sequences + 2 * sizes->fresh_bytes;
+    uint64_t fixed = sizes->slots_bytes + 2 * sizes->fresh_bytes;
 
     *ret = UINT64_MAX;
     if (sizes->policy.device_budget_bytes == 0)
@@ -270,7 +272,7 @@ static int plan_fill(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
     plan->operand_bytes += sizes->logits_bytes;
     plan->n_slots = sizes->tile_bytes > 0 ? sizes->policy.n_slots : 0;
     plan->staging_bytes = 2 * sizes->fresh_bytes + plan->n_slots * sizes->tile_bytes;
-    plan->tail_bytes = sizes->n_sequences * (sizes->tail_slot_bytes + 2 * sizes->state_slot_bytes);
+    plan->tail_bytes = sizes->slots_bytes;
     for (uint32_t s = 0; s < sizes->n_sections; s++) /* of what is staged, else of what is read in place */
         if (plan->tile_blocks == 0 || (plan->n_slots > 0 && !sizes->sections[s].direct))
             plan->tile_blocks = sizes->sections[s].tile_blocks;
@@ -301,6 +303,7 @@ static int all_basics(KvSizes *sizes, ErrorDetail *reterr)
     }
     if (sizes->n_sections == 0) /* states only; buffers are never empty */
         sizes->tail_slot_bytes = sizes->fresh_bytes = 128;
+    sizes->slots_bytes = sizes->n_sequences * sizes->tail_slot_bytes + kv_state_slots(sizes) * sizes->state_slot_bytes;
     return 0;
 }
 
@@ -351,6 +354,7 @@ int kv_sizes_compute(const GpuInfo *info, const KvModel *model, const KvPolicy *
         .n_sequences = model->max_sequences,
         .max_items = MIN(model->max_sequences, model->max_rows),
         .max_rows = model->max_rows,
+        .n_state_steps = model->max_state_steps,
     };
     int r;
 

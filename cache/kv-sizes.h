@@ -48,12 +48,13 @@ typedef struct KvLayerPlace {
 
 typedef struct KvSizes {
     KvPolicy policy; /* every automatic value filled in */
-    uint32_t n_layers, n_sections, n_sequences, max_items, max_rows;
+    uint32_t n_layers, n_sections, n_sequences, max_items, max_rows, n_state_steps;
     KvLayerPlace *layers;     /* (n_layers) */
     KvSectionSizes *sections; /* (n_sections) */
     uint64_t logits_bytes; /* sink logits of all layers; 0: no layer has them */
     uint32_t logits_stride; /* heads of the widest layer */
     uint64_t tile_bytes, fresh_bytes, tail_slot_bytes, state_slot_bytes /* 0: no layer has a state */;
+    uint64_t slots_bytes; /* of all tails and states */
     uint64_t device_page_limit_bytes; /* what the policy's budget leaves for pages; UINT64_MAX: no limit of ours */
     KvPlan plan;
 } KvSizes;
@@ -65,5 +66,10 @@ int kv_sizes_compute(const GpuInfo *info, const KvModel *model, const KvPolicy *
 void kv_sizes_deinit(KvSizes *sizes);
 /* A layer with the model's own values filled in. */
 KvLayer kv_model_layer(const KvModel *model, uint32_t l);
+/* Slots of the pool of states: before and after a pass, and steps. */
+static inline uint32_t kv_state_slots(const KvSizes *sizes)
+{
+    return 2 * sizes->n_sequences + sizes->n_state_steps;
+}
 /* The part of it that finds each layer's place, and what tells the sections apart.  KV_E_HOST_MEMORY or -EINVAL. */
 int kv_sizes_place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *reterr);

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-int kv_states_acquire(KvStates *states, KvTails *pool, ErrorDetail *reterr)
+int kv_states_acquire(KvStates *states, KvTails *pool, uint32_t n_steps, ErrorDetail *reterr)
 {
     bool empty = states->now == NULL;
     int r;
@@ -15,6 +15,10 @@ int kv_states_acquire(KvStates *states, KvTails *pool, ErrorDetail *reterr)
         r = kv_tails_zero(pool, states->now);
     if (!r)
         r = kv_tails_acquire(pool, &states->next, reterr);
+    while (states->n_steps < n_steps && !r) {
+        r = kv_tails_acquire(pool, &states->steps[states->n_steps], reterr);
+        states->n_steps += r == 0;
+    }
     if (r && empty)
         states->now = kv_tail_unref(states->now);
     return error_trace(r);
@@ -22,6 +26,11 @@ int kv_states_acquire(KvStates *states, KvTails *pool, ErrorDetail *reterr)
 
 void kv_states_abort(KvStates *states)
 {
+    while (states->n_steps > 0) {
+        KvTail **step = &states->steps[--states->n_steps];
+
+        *step = kv_tail_unref(*step);
+    }
     states->next = kv_tail_unref(states->next);
 }
 
@@ -32,16 +41,26 @@ static void drop_oldest(KvStates *states)
     memmove(&states->snapshots[0], &states->snapshots[1], states->n_snapshots * sizeof(KvSnapshot));
 }
 
+static void keep(KvStates *states, uint32_t length, KvTail *state)
+{
+    if (states->n_snapshots == KV_SNAPSHOTS_MAX)
+        drop_oldest(states);
+    states->snapshots[states->n_snapshots++] = (KvSnapshot){length, state};
+}
+
 void kv_states_commit(KvStates *states, uint32_t length, bool record)
 {
     if (!states->next)
         return;
     kv_tail_settle(states->now);
-    if (record) {
-        if (states->n_snapshots == KV_SNAPSHOTS_MAX)
-            drop_oldest(states);
-        states->snapshots[states->n_snapshots++] = (KvSnapshot){length, TAKE_PTR(states->now)};
+    if (record)
+        keep(states, length, TAKE_PTR(states->now));
+    for (uint32_t i = 0; i < states->n_steps; i++) {
+        if (record)
+            keep(states, length + 1 + i, TAKE_PTR(states->steps[i]));
+        states->steps[i] = kv_tail_unref(states->steps[i]);
     }
+    states->n_steps = 0;
     (void)kv_tail_unref(states->now);
     states->now = TAKE_PTR(states->next);
 }
@@ -63,8 +82,8 @@ void kv_states_drop_snapshots(KvStates *states)
 void kv_states_clear(KvStates *states)
 {
     kv_states_drop_snapshots(states);
+    kv_states_abort(states);
     states->now = kv_tail_unref(states->now);
-    states->next = kv_tail_unref(states->next);
 }
 
 KvTail *kv_states_find(const KvStates *states, uint32_t length, uint32_t end)

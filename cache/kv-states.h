@@ -6,12 +6,13 @@
  * A slot holds the states of all such layers after one token of one sequence; slots come from a pool like that of the tails
  * (cache/kv-tail.h): on the device, saved in host memory when others need the place, shared by forks.  Nothing is ever written in place:
  * a pass reads one slot and writes another.  So forks cost nothing, an aborted pass leaves the state as it was, and what it was before
- * the pass can be kept as a *snapshot*, to go back to exactly: recorded sequences do so.
+ * the pass can be kept as a *snapshot*, to go back to exactly: recorded sequences do so.  A pass of several tokens of such a sequence also
+ * writes the *steps* between them, as long as there are slots for that, so that any of its tokens can be taken back.
  */
 
 #include "cache/kv-tail.h"
 
-#define KV_SNAPSHOTS_MAX 64 /* passes that can be taken back; a draft of a few tokens is one */
+#define KV_SNAPSHOTS_MAX 64 /* places that can be gone back to: tokens, or ends of passes that have no steps */
 
 typedef struct KvSnapshot {
     uint32_t length;
@@ -22,13 +23,16 @@ typedef struct KvSnapshot {
 typedef struct KvStates {
     KvTail *now;  /* NULL: an empty past, all zero */
     KvTail *next; /* what the pass in progress writes */
+    uint32_t n_steps;
+    KvTail *steps[KV_SNAPSHOTS_MAX - 1]; /* and after each of its tokens but the last */
     uint32_t n_snapshots;
     KvSnapshot snapshots[KV_SNAPSHOTS_MAX]; /* by length */
 } KvStates;
 
-/* Before a pass: `now` and `next` are in slots until the next kv_tails_next_pass().  KvError or negative errno; then kv_states_abort(). */
-int kv_states_acquire(KvStates *states, KvTails *pool, ErrorDetail *reterr);
-/* The pass of a sequence of @length tokens is over; with @record the state before it is kept. */
+/* Before a pass: `now`, `next` and @n_steps steps (fewer than KV_SNAPSHOTS_MAX) are in slots until the next kv_tails_next_pass().  KvError or
+ * negative errno; then kv_states_abort(). */
+int kv_states_acquire(KvStates *states, KvTails *pool, uint32_t n_steps, ErrorDetail *reterr);
+/* The pass of a sequence of @length tokens is over; with @record the state before it is kept, and the steps. */
 void kv_states_commit(KvStates *states, uint32_t length, bool record);
 void kv_states_abort(KvStates *states);
 

@@ -31,6 +31,7 @@ typedef struct KvMark {
 typedef struct KvCheckpoint {
     uint32_t length;
     uint64_t made;    /* the store's clock: the oldest gives way when the host budget is short */
+    bool recorded;    /* made for a recording, and ends with it */
     KvSaved *saved;   /* the tail */
     KvSaved *state;   /* NULL: no layer has one */
     KvMark marks[];   /* (n_sections) */
@@ -156,9 +157,13 @@ KvPast *kv_past_free(KvPast *past); /* takes NULL, returns NULL */
 void kv_past_drop_beyond(KvPast *past, uint32_t length);
 /* Lets go of blocks that are out of sight. */
 void kv_past_drop_unseen(KvPast *past);
+/* Keeps at most @n_keep tokens, as kv_cache_crop(). */
+int kv_past_crop(KvPast *past, uint32_t n_keep, ErrorDetail *reterr);
 /* As new. */
 void kv_past_clear(KvPast *past);
 void kv_past_drop_checkpoint(KvPast *past, uint32_t index);
+/* What was kept for a recording: checkpoints, snapshots, what is out of sight. */
+void kv_past_drop_recorded(KvPast *past);
 KvCheckpoint *kv_checkpoint_new(const KvStore *store);
 KvCheckpoint *kv_checkpoint_free(const KvStore *store, KvCheckpoint *checkpoint); /* takes NULL, returns NULL */
 DEFINE_CLEANUP(KvPast, kv_past_free)

@@ -281,7 +281,7 @@ static int new_shared(KvStore *store, ErrorDetail *reterr)
         return error_trace(kv_error(r));
     r = kv_tails_init(&store->tails, store->gpu, sizes->n_sequences, sizes->tail_slot_bytes, &store->host_budget, reterr);
     if (!r && sizes->state_slot_bytes > 0)
-        r = kv_tails_init(&store->states, store->gpu, 2 * sizes->n_sequences, sizes->state_slot_bytes, &store->host_budget, reterr);
+        r = kv_tails_init(&store->states, store->gpu, kv_state_slots(sizes), sizes->state_slot_bytes, &store->host_budget, reterr);
     if (!r)
         r = kv_ring_init(&store->ring, store->gpu, sizes, reterr);
     if (r)

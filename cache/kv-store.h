@@ -112,6 +112,7 @@ typedef struct KvModel {
     uint32_t max_rows;               /* rows of the largest pass */
     uint32_t max_sequences;          /* tail slots */
     uint32_t max_cross_tokens;       /* longest encoder output; 0: there are no cross layers */
+    uint32_t max_state_steps;        /* states that a pass may keep beside those at its end: kv_cache_record() */
 } KvModel;
 
 typedef struct KvStore KvStore;
@@ -136,7 +137,7 @@ const KvPolicy *kv_store_policy(const KvStore *store); /* with every automatic v
  * that are read in place are not device memory). */
 typedef struct KvPlan {
     uint64_t staging_bytes;     /* the ring, and scratch for the pages that a pass completes */
-    uint64_t tail_bytes;        /* max_sequences tail slots, and twice as many slots of states */
+    uint64_t tail_bytes;        /* max_sequences tail slots, twice as many slots of states, max_state_steps more */
     uint64_t operand_bytes;     /* the kernels' operands, step inputs, calibration */
     uint64_t device_page_bytes; /* home device: pages of one static cache, or the first step of growth; home host: the resident share */
     uint64_t host_bytes_per_token; /* of layers that keep everything */
@@ -159,9 +160,10 @@ uint32_t kv_cache_length(const KvCache *cache);
 int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDetail *reterr);
 /* What it would leave. */
 uint32_t kv_cache_crop_length(const KvCache *cache, uint32_t n_keep);
-/* From now on tokens can be taken back, to the end of each pass at least: windows are kept, the states after each pass, and recent tokens
- * before they are overwritten.  That costs memory until the next kv_caches_crop(), which begins anew; @on false, kv_cache_clear() and
- * a crop to nothing end it.  -EBUSY. */
+/* From now on tokens can be taken back: windows are kept, states, and recent tokens before they are overwritten.  Any token of a pass of up
+ * to KV_PAGE_TOKENS, and the beginning and end of longer ones; with states those of passes for which there were slots (max_state_steps, in
+ * the order of the items), and the ends of others.  The last 64 states are kept, and recent tokens for the last 7 pages of a packed form.
+ * That costs memory until the next kv_caches_crop(), which begins anew; @on false, kv_cache_clear() and a crop to nothing end it.  -EBUSY. */
 int kv_cache_record(KvCache *cache, bool on);
 /* Saves the live tail in host memory as a place to crop back to.  Kept are the newest few and older ones evenly spaced; their bytes
  * count in the host budget, and when that is short the oldest of the store give way before anything is refused.  KvError. */
@@ -185,10 +187,9 @@ int kv_caches_select(KvCache **caches, uint32_t n, const uint32_t *rows, uint32_
 int kv_caches_reorder(KvCache **caches, uint32_t n, const uint32_t *rows, ErrorDetail *reterr);
 /* Each row @n_times in a row. */
 int kv_caches_repeat(KvCache **caches, uint32_t n, uint32_t n_times, ErrorDetail *reterr);
-/* Takes the last -n_tokens (<= 0) tokens from each row and lets go of what was recorded.  As in kv_cache_crop() a row may be left shorter,
- * with @ret_lengths[i] tokens, though never than when its recording began.  -EINVAL for n_tokens > 0 or more than there are, KV_E_ROLLBACK
- * when a row would lose more than was recorded. */
-int kv_caches_crop(KvCache *const *caches, uint32_t n, int64_t n_tokens, uint32_t *ret_lengths, ErrorDetail *reterr);
+/* Takes exactly the last -n_tokens (<= 0) tokens from each row and lets go of what was recorded.  -EINVAL for n_tokens > 0 or more than there
+ * are; KV_E_ROLLBACK where a row cannot go there, naming the row and what it could keep: kv_cache_crop() goes back further and runs again. */
+int kv_caches_crop(KvCache *const *caches, uint32_t n, int64_t n_tokens, ErrorDetail *reterr);
 
 /* ---- passes ---------------------------------------------------------------------------------------------------------------------- */
 
@@ -213,8 +214,12 @@ int kv_pass_layer(KvPass *pass, uint32_t layer, const GpuBuffer *qkv, GpuBuffer 
 typedef struct KvState {
     GpuBuffer *buffer;
     uint64_t conv_from, recurrent_from, conv_to, recurrent_to;
+    uint32_t n_steps; /* a recorded sequence: the states after its first 1 .. n_steps tokens are to be written as well; else 0 */
 } KvState;
 int kv_pass_state(KvPass *pass, uint32_t layer, uint32_t item, KvState *ret, ErrorDetail *reterr);
+/* Where the state after the first @n_tokens (1 .. n_steps) goes, in the same buffer. */
+int kv_pass_state_step(KvPass *pass, uint32_t layer, uint32_t item, uint32_t n_tokens, uint64_t *ret_conv, uint64_t *ret_recurrent,
+                       ErrorDetail *reterr);
 /* All layers are queued: starts the prefetch of the next pass's first tiles (same caches), which runs while the head does. */
 int kv_pass_prefetch(KvPass *pass);
 /* A pass that writes encoder output instead: the items' tokens follow what their caches have of it, up to max_cross_tokens.  The caller

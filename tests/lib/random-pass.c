@@ -192,8 +192,33 @@ static States *states_at(Run *run, uint32_t layer, uint32_t item)
     return &run->states[layer * RANDOM_MAX_ARGS + item];
 }
 
+/* Those between the tokens of a sequence that can be taken back. */
+static bool queue_steps(Run *run, KvPass *pass, uint32_t layer, const Item *items, uint32_t i, GpuBuffer *buffer)
+{
+    Gpu *gpu = run->world->gpu;
+    States *s = states_at(run, layer, i);
+
+    if (items[i].n_steps > MAX_STEPS)
+        return failed(run, "%u states between tokens, at most %u", items[i].n_steps, MAX_STEPS);
+    for (uint32_t t = 0; t < items[i].n_steps; t++) {
+        uint64_t hash = ref_sequence_hash(items[i].sequence->tokens, items[i].ids, t + 1), conv, recurrent;
+        ErrorDetail detail = ERROR_DETAIL_NULL;
+        int r = kv_pass_state_step(pass, layer, i, t + 1, &conv, &recurrent, &detail);
+
+        if (r)
+            return failed(run, "state of layer %u after %u tokens: %d, %s", layer, t + 1, r, detail.text);
+        reference_state(layer, 0, hash, s->steps_conv[t], CONV_BYTES);
+        reference_state(layer, 1, hash, s->steps_recurrent[t], RECURRENT_BYTES);
+        must(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, conv, s->steps_conv[t], CONV_BYTES, GPU_WAIT_NONE, "conv", NULL), "conv");
+        must(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, recurrent, s->steps_recurrent[t], RECURRENT_BYTES, GPU_WAIT_NONE, "recurrent",
+                        NULL),
+             "recurrent");
+    }
+    return true;
+}
+
 /* Reads what was there, writes what comes: as a layer's kernels would. */
-static bool queue_states(Run *run, KvPass *pass, uint32_t layer, const Item *items, uint32_t n_items)
+static bool queue_states(Run *run, KvPass *pass, uint32_t layer, Item *items, uint32_t n_items)
 {
     Gpu *gpu = run->world->gpu;
 
@@ -216,6 +241,9 @@ static bool queue_states(Run *run, KvPass *pass, uint32_t layer, const Item *ite
         must(gpu_upload(gpu, GPU_QUEUE_COMPUTE, at.buffer, at.recurrent_to, s->new_recurrent, RECURRENT_BYTES, GPU_WAIT_NONE, "recurrent",
                         NULL),
              "recurrent");
+        items[i].n_steps = at.n_steps;
+        if (!queue_steps(run, pass, layer, items, i, at.buffer))
+            return false;
     }
     return true;
 }
@@ -240,7 +268,7 @@ static bool check_states(Run *run, const Item *items, uint32_t n_items)
 
 /* ---- running -------------------------------------------------------------------------------------------------------------------- */
 
-static bool queue_layer(Run *run, KvPass *pass, uint32_t l, const Item *items, uint32_t n_items, uint32_t n_rows)
+static bool queue_layer(Run *run, KvPass *pass, uint32_t l, Item *items, uint32_t n_items, uint32_t n_rows)
 {
     RandomWorld *world = run->world;
     uint64_t bytes = (uint64_t)n_rows * reference_out_values(run->reference, l) * sizeof(float);
@@ -259,7 +287,7 @@ static bool queue_layer(Run *run, KvPass *pass, uint32_t l, const Item *items, u
     return true;
 }
 
-bool random_queue_layers(Run *run, KvPass *pass, uint32_t n_layers, const Item *items, uint32_t n_items)
+bool random_queue_layers(Run *run, KvPass *pass, uint32_t n_layers, Item *items, uint32_t n_items)
 {
     uint32_t n_rows = 0;
 
@@ -274,7 +302,20 @@ bool random_queue_layers(Run *run, KvPass *pass, uint32_t n_layers, const Item *
     return true;
 }
 
-bool random_run_items(Run *run, const Item *items, uint32_t n_items)
+/* It can go back to the end of the pass, and of a short one to any token of it, unless states were kept at the end only. */
+static void note_ends(const Run *run, const Item *item)
+{
+    uint32_t end = item->sequence->tokens->n_tokens;
+    bool states = false;
+
+    for (uint32_t l = 0; l < run->config.n_layers; l++)
+        states = states || run->config.layers[l].state;
+    item->sequence->ends[end] = 1;
+    if (item->n_tokens <= KV_PAGE_TOKENS && (!states || item->n_steps > 0))
+        memset(item->sequence->ends + end - item->n_tokens, 1, item->n_tokens);
+}
+
+bool random_run_items(Run *run, Item *items, uint32_t n_items)
 {
     KvPass *pass;
 
@@ -291,7 +332,7 @@ bool random_run_items(Run *run, const Item *items, uint32_t n_items)
     if (!check_states(run, items, n_items) || !check_outputs(run, items, n_items))
         return false;
     for (uint32_t i = 0; i < n_items; i++)
-        items[i].sequence->ends[items[i].sequence->tokens->n_tokens] = 1;
+        note_ends(run, &items[i]);
     return random_check_lengths(run);
 }
 
@@ -366,7 +407,7 @@ bool random_run_again(Run *run, Sequence *sequence, const uint32_t *ids, uint32_
         uint32_t before = sequence->tokens->n_tokens, n = MIN(end - before, (uint32_t)RANDOM_MAX_ROWS);
 
         run->world->counts.reruns++;
-        if (!random_run_items(run, &(Item){sequence, n, ids + before}, 1))
+        if (!random_run_items(run, &(Item){.sequence = sequence, .n_tokens = n, .ids = ids + before}, 1))
             return false;
         if (sequence->tokens->n_tokens == before)
             break; /* refused for its memory */

@@ -66,6 +66,7 @@ int random_open_store(const Run *run, KvStore **ret, ErrorDetail *reterr)
         .max_rows = RANDOM_MAX_ROWS,
         .max_sequences = c->max_sequences,
         .max_cross_tokens = random_has_cross(c) ? RANDOM_MAX_CROSS : 0,
+        .max_state_steps = MAX_STEPS,
     };
 
     KvPlan plan;

@@ -8,6 +8,7 @@
 #define STEP_USEC       (60 * 1000 * 1000)
 #define CONV_BYTES      100 /* no multiple of anything */
 #define RECURRENT_BYTES 192
+#define MAX_STEPS       40
 #define N_BITS          (1u << 18) /* places of the table of outputs seen */
 
 typedef struct Bits {
@@ -29,12 +30,13 @@ typedef struct Sequence {
     RefSequence *tokens;
     bool recording; /* for sure, since record_from */
     uint32_t record_from;
-    uint8_t ends[RANDOM_MAX_TOKENS + 1]; /* whether a pass has ended there since */
+    uint8_t ends[RANDOM_MAX_TOKENS + 1]; /* whether it must be able to go back there since */
 } Sequence;
 
 /* What a pass read and wrote of one layer's states for one item. */
 typedef struct States {
     uint8_t old_conv[CONV_BYTES], old_recurrent[RECURRENT_BYTES], new_conv[CONV_BYTES], new_recurrent[RECURRENT_BYTES];
+    uint8_t steps_conv[MAX_STEPS][CONV_BYTES], steps_recurrent[MAX_STEPS][RECURRENT_BYTES];
 } States;
 
 /* A sequence in a file. */
@@ -61,6 +63,7 @@ typedef struct Item {
     Sequence *sequence;
     uint32_t n_tokens;
     const uint32_t *ids;
+    uint32_t n_steps; /* states that were kept between its tokens */
 } Item;
 
 static inline void must(int r, const char *what)
@@ -88,9 +91,9 @@ uint64_t random_config_key(const RandomConfig *config);
 /* Begins a pass; *@ret is NULL when it was refused as it may be. */
 bool random_begin(Run *run, const Item *items, uint32_t n_items, KvPass **ret);
 /* On failure the pass is given up. */
-bool random_queue_layers(Run *run, KvPass *pass, uint32_t n_layers, const Item *items, uint32_t n_items);
+bool random_queue_layers(Run *run, KvPass *pass, uint32_t n_layers, Item *items, uint32_t n_items);
 /* A whole pass, and its outputs compared. */
-bool random_run_items(Run *run, const Item *items, uint32_t n_items);
+bool random_run_items(Run *run, Item *items, uint32_t n_items);
 /* Runs tokens again that going back has lost: as in the first run. */
 bool random_run_again(Run *run, Sequence *sequence, const uint32_t *ids, uint32_t end);
 /* Encoder output of a sequence that has none, in two passes; *@ret_there is false when memory is refused for it. */

@@ -131,7 +131,7 @@ static bool make_items(Run *run, const RandomOp *op, uint32_t *ids, Item *items,
             return false;
         if (!there)
             continue;
-        items[n++] = (Item){sequence, op->args[a].value, ids + row};
+        items[n++] = (Item){.sequence = sequence, .n_tokens = op->args[a].value, .ids = ids + row};
         for (uint32_t t = 0; t < op->args[a].value; t++, row++)
             ids[row] = (uint32_t)(random_mix(random_mix(op->seed * 64ull + op->args[a].sequence, 1), sequence->tokens->n_tokens + t) & 0xffffff);
     }
@@ -372,37 +372,29 @@ static bool must_undo(const Run *run, const RandomOp *op, uint32_t n)
     return run->config.host_budget_kib == 0;
 }
 
-/* What is left of each, and again what was lost beyond @n. */
-static bool settle_undo(Run *run, const RandomOp *op, uint32_t n, const uint32_t *lengths, const uint32_t *announced, bool all_the_way)
+static bool settle_undo(Run *run, const RandomOp *op, uint32_t n)
 {
-    uint32_t ids[RANDOM_MAX_ARGS][RANDOM_MAX_TOKENS], keeps[RANDOM_MAX_ARGS];
-
     for (uint32_t a = 0; a < op->n_args; a++) {
         Sequence *sequence = &run->sequences[op->args[a].sequence];
+        uint32_t keep = sequence->tokens->n_tokens - n;
 
-        keeps[a] = sequence->tokens->n_tokens - n;
-        memcpy(ids[a], sequence->tokens->ids, sizeof(ids[a]));
-        if (lengths[a] != announced[a] || (all_the_way && lengths[a] != keeps[a]))
-            return failed(run, "sequence %u: taken back to %u, not %u (of %u)", op->args[a].sequence, lengths[a], announced[a], keeps[a]);
-        ref_sequence_cut(sequence->tokens, lengths[a]);
+        ref_sequence_cut(sequence->tokens, keep);
         memset(sequence->ends, 0, sizeof(sequence->ends));
-        sequence->record_from = lengths[a];
-        sequence->ends[lengths[a]] = 1;
-        sequence->recording = sequence->recording && lengths[a] > 0;
+        sequence->record_from = keep;
+        sequence->ends[keep] = 1;
+        sequence->recording = sequence->recording && keep > 0;
     }
-    for (uint32_t a = 0; a < op->n_args; a++)
-        if (!random_run_again(run, &run->sequences[op->args[a].sequence], ids[a], keeps[a]))
-            return false;
     return random_check_lengths(run);
 }
 
+/* Exactly so many tokens from all, or from none with the reason. */
 static bool op_undo(Run *run, const RandomOp *op)
 {
     KvCache *caches[RANDOM_MAX_ARGS];
     RefSequence *tokens[RANDOM_MAX_ARGS];
-    uint32_t n = gather(run, op, caches, tokens), lengths[RANDOM_MAX_ARGS], announced[RANDOM_MAX_ARGS];
+    uint32_t n = gather(run, op, caches, tokens);
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    bool enough = true, must, refused;
+    bool enough = true, announced = true, must, refused;
     int r;
 
     if (n == 0)
@@ -411,17 +403,17 @@ static bool op_undo(Run *run, const RandomOp *op)
         enough = enough && tokens[i]->n_tokens >= op->n;
     must = enough && must_undo(run, op, op->n);
     for (uint32_t i = 0; i < n && enough; i++)
-        announced[i] = kv_cache_crop_length(caches[i], tokens[i]->n_tokens - op->n);
-    r = kv_caches_crop(caches, n, -(int64_t)op->n, lengths, &detail);
-    refused = r == KV_E_ROLLBACK || (r == -EINVAL && !enough) || random_may_refuse(run, r);
-    if (r ? must || !refused : !enough)
+        announced = announced && kv_cache_crop_length(caches[i], tokens[i]->n_tokens - op->n) == tokens[i]->n_tokens - op->n;
+    r = kv_caches_crop(caches, n, -(int64_t)op->n, &detail);
+    refused = (r == KV_E_ROLLBACK && !(enough && announced)) || (r == -EINVAL && !enough) || random_may_refuse(run, r);
+    if (r ? must || !refused : !enough || !announced)
         return failed(run, "taking %u tokens back: %d, %s", op->n, r, detail.text);
     if (r) {
         run->world->counts.not_undone++;
         return detail.text[0] ? random_check_lengths(run) : failed(run, "refused without a word");
     }
     run->world->counts.undone++;
-    return settle_undo(run, op, op->n, lengths, announced, must);
+    return settle_undo(run, op, op->n);
 }
 
 static bool op_clear(Run *run, const RandomOp *op)

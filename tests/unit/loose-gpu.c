@@ -341,15 +341,25 @@ _unused_ static uint64_t loose_expected_cross(KvForm form, const uint32_t *ids, 
     return state;
 }
 
-static uint32_t *loose_tail(const AttendLayer *layer, int32_t slot)
-{
-    assert(slot >= 0);
-    return (uint32_t *)(layer->tail->data + layer->tail_offset + (uint64_t)slot * layer->tail_slot_stride);
-}
-
 static uint32_t loose_ring(const LooseCommand *command)
 {
     return kv_ring_tokens(command->attend->options.form);
+}
+
+/* A place of the ring, or of the sinks behind it: where its key begins. */
+static uint32_t *loose_tail(const LooseCommand *command, int32_t slot, uint32_t place)
+{
+    const AttendLayer *layer = &command->layer;
+    const AttendOptions *options = &command->attend->options;
+    uint64_t key_bytes = (uint64_t)options->shape.n_kv_heads * options->shape.k_head_dim * (options->tail_bits / 8);
+
+    assert(slot >= 0);
+    return (uint32_t *)(layer->tail->data + layer->tail_offset + (uint64_t)slot * layer->tail_slot_stride + place * key_bytes);
+}
+
+static uint32_t *loose_recent(const LooseCommand *command, int32_t slot, int32_t position)
+{
+    return loose_tail(command, slot, (uint32_t)position % loose_ring(command));
 }
 
 static uint32_t loose_sinks(const LooseCommand *command)
@@ -389,14 +399,13 @@ static void loose_pack(LooseCommand *command)
     const AttendPack *packs = command->from;
 
     for (uint32_t i = 0; i < command->n; i++) {
-        const uint32_t *tail = loose_tail(&command->layer, packs[i].tail_slot);
         uint32_t *page = (uint32_t *)((uint8_t *)command->to + packs[i].to * command->attend->layout.page_bytes);
 
         for (int32_t t = 0; t < KV_PAGE_TOKENS; t++) {
             int32_t position = packs[i].page * KV_PAGE_TOKENS + t;
 
             page[t] = position >= packs[i].new_start ? command->attend->ids[packs[i].new_row0 + position - packs[i].new_start]
-                                                     : tail[position % (int32_t)loose_ring(command)];
+                                                     : *loose_recent(command, packs[i].tail_slot, position);
         }
     }
 }
@@ -443,11 +452,10 @@ static void loose_tile(LooseCommand *command)
 
 static uint32_t loose_key(const LooseCommand *command, const AttendGroup *group, int32_t position, bool sink)
 {
-    const uint32_t *tail = loose_tail(&command->layer, group->tail_slot);
-
     if (position >= group->new_start)
         return command->attend->ids[group->new_row0 + position - group->new_start];
-    return tail[sink ? (int32_t)loose_ring(command) + position : position % (int32_t)loose_ring(command)];
+    return sink ? *loose_tail(command, group->tail_slot, loose_ring(command) + (uint32_t)position)
+                : *loose_recent(command, group->tail_slot, position);
 }
 
 static void loose_finish(LooseCommand *command)
@@ -475,17 +483,14 @@ static void loose_commit(LooseCommand *command)
 {
     const AttendGroup *groups = loose_groups(command);
 
-    for (uint32_t g = 0; g < command->pass.n_groups; g++) {
-        uint32_t *tail = loose_tail(&command->layer, groups[g].tail_slot);
-
+    for (uint32_t g = 0; g < command->pass.n_groups; g++)
         for (int32_t i = 0; i < groups[g].n_rows; i++) { /* groups of a sequence come in order: the last of a place stays */
             int32_t position = groups[g].pos0 + i;
 
-            tail[position % (int32_t)loose_ring(command)] = command->attend->ids[groups[g].row0 + i];
+            *loose_recent(command, groups[g].tail_slot, position) = command->attend->ids[groups[g].row0 + i];
             if (position < (int32_t)loose_sinks(command))
-                tail[(int32_t)loose_ring(command) + position] = command->attend->ids[groups[g].row0 + i];
+                *loose_tail(command, groups[g].tail_slot, loose_ring(command) + (uint32_t)position) = command->attend->ids[groups[g].row0 + i];
         }
-    }
 }
 
 static void loose_refill(LooseCommand *command)
@@ -493,11 +498,10 @@ static void loose_refill(LooseCommand *command)
     const AttendPack *packs = command->from;
 
     for (uint32_t i = 0; i < command->n; i++) {
-        uint32_t *tail = loose_tail(&command->layer, packs[i].tail_slot);
         const uint32_t *page = (const uint32_t *)((const uint8_t *)command->to + packs[i].to * command->attend->layout.page_bytes);
 
-        for (uint32_t t = 0; t < KV_PAGE_TOKENS; t++)
-            tail[((uint32_t)packs[i].page * KV_PAGE_TOKENS + t) % loose_ring(command)] = page[t];
+        for (int32_t t = 0; t < KV_PAGE_TOKENS; t++)
+            *loose_recent(command, packs[i].tail_slot, packs[i].page * KV_PAGE_TOKENS + t) = page[t];
     }
 }
 
