@@ -10,6 +10,15 @@ typedef struct Plan {
     uint32_t n_extra;
 } Plan;
 
+/* Each sequence is quantised by itself here. */
+static int refuse_rows(const KvStore *store, ErrorDetail *reterr)
+{
+    char keys[96];
+
+    kv_host_describe(store->host, keys, sizeof(keys));
+    return error_detail_set(reterr, -ENOTSUP, "cache: compatibility mode of %s has no rows: Transformers codes those of a batch together", keys);
+}
+
 static int check_rows(KvCache *const *caches, uint32_t n, const uint32_t *rows, uint32_t n_rows, ErrorDetail *reterr)
 {
     for (uint32_t i = 0; i < n; i++) {
@@ -24,6 +33,8 @@ static int check_rows(KvCache *const *caches, uint32_t n, const uint32_t *rows, 
     for (uint32_t r = 0; r < n_rows; r++)
         if (rows[r] >= n)
             return error_detail_set(reterr, -EINVAL, "cache: row %u is to be what row %u was, of %u", r, rows[r], n);
+    if (n_rows > 1 && n > 0 && caches[0]->store->host && !kv_quant_rows_are_apart(&caches[0]->store->sizes.policy.compatible))
+        return refuse_rows(caches[0]->store, reterr);
     return 0;
 }
 

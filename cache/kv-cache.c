@@ -103,6 +103,11 @@ uint32_t kv_cache_cross_length(const KvCache *cache)
     return cache->past->cross_length;
 }
 
+bool kv_cache_is_as_cold(const KvCache *cache)
+{
+    return !cache->past->host || kv_host_past_pending(cache->past->host) == cache->past->length;
+}
+
 void kv_cache_set_more(KvCache *cache, bool more)
 {
     cache->more = more;
@@ -182,8 +187,8 @@ void kv_cache_bytes(const KvCache *cache, KvBytes *ret)
     *ret = (KvBytes){
         .staging = store->sizes.plan.staging_bytes,
         .checkpoints = checkpoint_bytes(past),
-        .n_pages = past->length / KV_PAGE_TOKENS,
-        .n_pages_shared = shared_pages(past),
+        .n_pages = past->host ? 0 : past->length / KV_PAGE_TOKENS,
+        .n_pages_shared = past->host ? 0 : shared_pages(past),
         .length = past->length,
     };
     for (uint32_t s = 0; s < store->sizes.n_sections; s++) {

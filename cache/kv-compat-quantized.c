@@ -72,6 +72,15 @@ int kv_compat_quantized_new(const KvQuantOptions *options, KvDtype dtype, KvFp8R
     return 0;
 }
 
+void kv_compat_quantized_release(void *self)
+{
+    Quantized *layer = self;
+
+    free(layer->k.returned);
+    free(layer->v.returned);
+    layer->k.returned = layer->v.returned = NULL;
+}
+
 uint32_t kv_compat_quantized_residual(const void *self)
 {
     return ((const Quantized *)self)->k.residual.n_tokens;
@@ -80,6 +89,27 @@ uint32_t kv_compat_quantized_residual(const void *self)
 uint64_t kv_compat_quantized_saturated(const void *self)
 {
     return ((const Quantized *)self)->n_saturated;
+}
+
+void kv_compat_quantized_parts(const void *self, KvCompatQuantizedParts *ret)
+{
+    const Quantized *layer = self;
+
+    *ret = (KvCompatQuantizedParts){layer->k.stored,   layer->v.stored, layer->k.residual, layer->v.residual,
+                                    layer->n_stored, layer->n_saturated};
+}
+
+void kv_compat_quantized_take(void *self, KvCompatQuantizedParts *parts)
+{
+    Quantized *layer = self;
+
+    layer->k.stored = TAKE_PTR(parts->k);
+    layer->v.stored = TAKE_PTR(parts->v);
+    layer->k.residual = parts->k_residual;
+    layer->v.residual = parts->v_residual;
+    parts->k_residual = parts->v_residual = KV_HELD_NULL;
+    layer->n_stored = parts->n_stored;
+    layer->n_saturated = parts->n_saturated;
 }
 
 static uint64_t quantized_length(const void *self)

@@ -16,7 +16,7 @@
  * of what is decoded until the next quantising.  The tokens that stay keep their values; the schedule goes on from the residual that
  * is left.  A layer cropped to nothing is as new.  Repeat and select work on everything.
  *
- * Transient memory: what update returns is held until the next operation on the layer.
+ * Transient memory: what update returns is held until the next operation on the layer, or kv_compat_quantized_release().
  */
 
 #include "cache/kv-compat-layer.h"
@@ -28,6 +28,20 @@ extern const KvCompatClass kv_compat_quantized_class;
 /* The state of one layer of that class.  @dtype: of the model's K and V, whose values updates bring as floats; @fp8_rule: how fp8 finds
  * its scale.  -ENOMEM. */
 int kv_compat_quantized_new(const KvQuantOptions *options, KvDtype dtype, KvFp8Rule fp8_rule, void **ret, ErrorDetail *reterr);
+
+/* What a layer of a single row holds, for saving and restoring it.  Borrowed from the layer; taken by it. */
+typedef struct KvCompatQuantizedParts {
+    KvQuantized *k, *v;   /* NULL: nothing has come yet, and all else is zero */
+    KvHeld k_residual, v_residual;
+    uint32_t n_stored;    /* tokens of k and v that count; those behind were cropped */
+    uint64_t n_saturated;
+} KvCompatQuantizedParts;
+void kv_compat_quantized_parts(const void *self, KvCompatQuantizedParts *ret);
+/* Into a layer as new. */
+void kv_compat_quantized_take(void *self, KvCompatQuantizedParts *parts);
+
+/* Lets go of what the last update returned. */
+void kv_compat_quantized_release(void *self);
 
 /* Tokens in the residual; values that fp8 cut off since the last reset. */
 uint32_t kv_compat_quantized_residual(const void *self);

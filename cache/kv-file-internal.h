@@ -13,6 +13,7 @@ typedef enum KvFileChunk {
     KV_CHUNK_PAGES,    /* a: layer */
     KV_CHUNK_STATE,
     KV_CHUNK_EXTRA,
+    KV_CHUNK_HOST, /* a: layer, b: 0 keys, 1 values (kv-file-host.c) */
 } KvFileChunk;
 
 typedef struct KvPastRecord {

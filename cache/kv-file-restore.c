@@ -11,6 +11,7 @@ typedef struct Restore {
     const KvPastRecord *record;
     const KvLayerRecord *layers;
     KvPast *past; /* of the new cache */
+    KvHostPast *host; /* compatibility mode: what it is to hold */
 } Restore;
 
 static int bad(ErrorDetail *reterr, uint32_t layer, const char *what)
@@ -72,6 +73,8 @@ static int check_record(Restore *restore, ErrorDetail *reterr)
     for (uint32_t l = 0; l < store->sizes.n_layers && !r; l++)
         if (kv_layer_keeps_pages(store, l))
             r = check_layer(restore, l, reterr);
+    if (!r && store->host)
+        r = kv_host_past_restore(store->host, restore->image, restore->record->length, &restore->host, reterr);
     return r;
 }
 
@@ -200,9 +203,15 @@ int kv_restore(KvStore *store, const KvImage *image, KvCache **ret, ErrorDetail 
     r = kv_store_settle(store, reterr);
     if (!r)
         r = kv_cache_new(store, &cache, reterr);
-    if (r)
+    if (r) {
+        (void)kv_host_past_free(restore.host);
         return error_trace(r);
+    }
     restore.past = cache->past;
+    if (restore.host) {
+        (void)kv_host_past_free(cache->past->host);
+        cache->past->host = restore.host;
+    }
     r = restore_past(&restore, reterr);
     if (r) {
         kv_past_clear(cache->past);

@@ -11,6 +11,7 @@ struct KvSave {
     KvSaved *tail, *state;
     KvImage *image;
     void *record, *extra;
+    void *host_memory; /* of compatibility mode */
     void **buffers; /* (n_layers): pages that were on the device */
 };
 
@@ -38,7 +39,7 @@ uint64_t kv_store_layout(const KvStore *store)
         }
         hash = XXH3_64bits_withSeed(facts, sizeof(facts), hash);
     }
-    return hash;
+    return store->host ? kv_host_layout(store->host, hash) : hash;
 }
 
 /* ---- saving ----------------------------------------------------------------------------------------------------------------- */
@@ -58,6 +59,7 @@ KvSave *kv_save_end(KvSave *save)
     free(save->buffers);
     free(save->record);
     free(save->extra);
+    free(save->host_memory);
     (void)kv_past_free(save->past);
     free(save);
     return NULL;
@@ -202,6 +204,8 @@ static int add_all(KvSave *save, const void *extra, size_t n_extra, ErrorDetail 
     for (uint32_t l = 0; l < store->sizes.n_layers && !r; l++)
         if (kv_layer_keeps_pages(store, l))
             r = add_layer(save, l);
+    if (!r && save->past->host)
+        r = kv_host_past_save(save->past->host, save->image, &save->host_memory);
     if (!r && save->state) {
         r = kv_image_chunk(save->image, KV_CHUNK_STATE, 0, 0);
         if (!r)
@@ -218,8 +222,6 @@ static int share_past(KvSave *save, KvCache *cache, KvImageFacts *facts, ErrorDe
 
     if (cache->in_pass)
         return error_detail_set(reterr, -EBUSY, "cache: a sequence cannot be saved in the middle of a pass");
-    if (cache->store->host)
-        return error_detail_set(reterr, -ENOTSUP, "cache: a sequence in compatibility mode cannot be saved");
     r = kv_store_settle(cache->store, reterr);
     if (r)
         return error_trace(r);

@@ -7,6 +7,7 @@
  *   pages   of each layer in the order of positions, as they are at home; of a window those in sight
  *   tail    of each layer, in full precision; the state, when layers have one
  *   extra   bytes of the caller's: the token ids
+ * In compatibility mode there are no pages; saved is what it keeps instead (kv-file-host.c), and where its schedule is.
  * Not saved: checkpoints, recordings.  What a restored sequence can crop back to is its tail.
  *
  * Saving takes references, so the sequence goes on meanwhile: kv_save_begin() and kv_save_end() belong to the engine thread,

@@ -1,36 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Attention over quantised layers on the host. */
 
-#include "cache/kv-host.h"
-#include "cache/kv-compat-quantized.h"
-#include "cache/kv-compat.h"
+#include "cache/kv-host-internal.h"
 #include "cache/kv-error.h"
 #include "cache/kv-sizes.h"
+#include "quant/kv-pack.h"
 
 #include <math.h>
 #include <string.h>
 
 #define HOST_TIMEOUT_USEC (60 * 1000 * 1000)
-
-struct KvHost {
-    Gpu *gpu;
-    KvQuantOptions options;
-    KvDtype dtype;
-    uint32_t n_layers, max_rows;
-    KvLayer *layers;    /* (n_layers), complete; inv_freq points into the next */
-    float *inv_freq;    /* (n_layers, most rotary pairs) */
-    float *qkv, *out;   /* (max_rows, widest) */
-    double *scores;     /* (max_cache_tokens) */
-    float *k, *v;       /* new keys, values of one sequence: (n_kv_heads, n_tokens, head_dim) */
-};
-
-struct KvHostPast {
-    const KvHost *host;
-    KvCompat *now, *next; /* next: with what the pass in progress adds */
-    KvHeld *pending;      /* (n_layers, 2): keys, values of a prompt whose last pass is to come */
-    uint32_t n_pending;
-    uint32_t length, n_tokens; /* of the pass in progress */
-};
 
 /* ---- life ------------------------------------------------------------------------------------------------------------------- */
 
@@ -67,7 +46,7 @@ static size_t qkv_width(const KvShape *shape)
     return (size_t)(shape->n_heads + shape->n_kv_heads) * shape->k_head_dim + (size_t)shape->n_kv_heads * shape->v_head_dim;
 }
 
-static int host_memory(KvHost *host, const KvModel *model, uint32_t max_tokens)
+static int host_memory(KvHost *host, const KvModel *model)
 {
     size_t width = 0, pairs = 1, heads = 0;
 
@@ -85,7 +64,7 @@ static int host_memory(KvHost *host, const KvModel *model, uint32_t max_tokens)
     host->out = malloc(host->max_rows * width * sizeof(float));
     host->k = malloc(host->max_rows * heads * sizeof(float));
     host->v = malloc(host->max_rows * heads * sizeof(float));
-    host->scores = malloc((size_t)max_tokens * sizeof(double));
+    host->scores = malloc((size_t)host->max_tokens * sizeof(double));
     if (!host->inv_freq || !host->qkv || !host->out || !host->k || !host->v || !host->scores)
         return error_origin(KV_E_HOST_MEMORY);
     for (uint32_t l = 0; l < host->n_layers; l++) {
@@ -113,16 +92,46 @@ int kv_host_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvHost *
     host->dtype = model->exact ? KV_DTYPE_F32 : KV_DTYPE_F16;
     host->n_layers = model->n_layers;
     host->max_rows = model->max_rows;
+    host->max_tokens = policy->max_cache_tokens;
     host->layers = calloc(model->n_layers, sizeof(KvLayer));
     if (!host->layers)
         return error_origin(KV_E_HOST_MEMORY);
     for (uint32_t l = 0; l < model->n_layers; l++)
         host->layers[l] = kv_model_layer(model, l);
-    r = host_memory(host, model, policy->max_cache_tokens);
+    r = host_memory(host, model);
     if (r)
         return error_trace(r);
     *ret = TAKE_PTR(host);
     return 0;
+}
+
+/* Bytes of a coded value, its share of scale and offset included. */
+static double value_bytes(const KvQuantOptions *o, int8_t axis, KvDtype dtype)
+{
+    uint32_t blocks = kv_pack_blocks(o->nbits), g = o->q_group_size;
+    double unit = o->nbits == 3 ? 4 : 1, code = unit / blocks;
+
+    if (o->backend == KV_BACKEND_FP8)
+        return 1;
+    if (axis != (o->backend == KV_BACKEND_HQQ ? 1 : 0)) /* the matrix has a row for each member of a group */
+        code = unit * ((g + blocks - 1) / blocks) / g;
+    return code + 2.0 * (double)kv_dtype_bytes(dtype) / g;
+}
+
+void kv_host_plan(const KvModel *model, const KvPolicy *policy, uint64_t *ret_bytes_per_token, uint64_t *ret_residual_bytes)
+{
+    const KvQuantOptions *o = &policy->compatible;
+    KvDtype dtype = model->exact ? KV_DTYPE_F32 : KV_DTYPE_F16;
+    uint64_t k = 0, v = 0;
+
+    for (uint32_t l = 0; l < model->n_layers; l++) {
+        const KvLayer layer = kv_model_layer(model, l);
+
+        k += (uint64_t)layer.shape.n_kv_heads * layer.shape.k_head_dim;
+        v += (uint64_t)layer.shape.n_kv_heads * layer.shape.v_head_dim;
+    }
+    *ret_bytes_per_token = (uint64_t)ceil((double)k * value_bytes(o, o->axis_key, dtype) + (double)v * value_bytes(o, o->axis_value, dtype));
+    *ret_residual_bytes = (k + v) * o->residual_length * sizeof(float) * 3 / 2; /* room grows by halves */
 }
 
 KvHost *kv_host_free(KvHost *host)
@@ -149,6 +158,35 @@ static void drop_pending(KvHostPast *past)
     past->n_pending = 0;
 }
 
+static bool same_layer(const KvLayer *a, const KvLayer *b)
+{
+    size_t n = a->shape.rotary_dim / 2;
+
+    return memcmp(&a->shape, &b->shape, sizeof(a->shape)) == 0 && memcmp(&a->scale, &b->scale, sizeof(a->scale)) == 0 &&
+           memcmp(&a->softcap, &b->softcap, sizeof(a->softcap)) == 0 && (n == 0 || memcmp(a->inv_freq, b->inv_freq, n * sizeof(float)) == 0);
+}
+
+bool kv_host_is_same(const KvHost *a, const KvHost *b)
+{
+    if (a->n_layers != b->n_layers || a->dtype != b->dtype || !kv_quant_options_equal(&a->options, &b->options))
+        return false;
+    for (uint32_t l = 0; l < a->n_layers; l++)
+        if (!same_layer(&a->layers[l], &b->layers[l]))
+            return false;
+    return true;
+}
+
+void kv_host_describe(const KvHost *host, char *ret, size_t size)
+{
+    const KvQuantOptions *o = &host->options;
+
+    if (o->backend == KV_BACKEND_FP8)
+        (void)snprintf(ret, size, "fp8");
+    else
+        (void)snprintf(ret, size, "%s of %u bits, axes %d and %d, groups of %u, residual of %u", kv_backend_to_string(o->backend), o->nbits,
+                       o->axis_key, o->axis_value, o->q_group_size, o->residual_length);
+}
+
 KvHostPast *kv_host_past_free(KvHostPast *past)
 {
     if (!past)
@@ -161,8 +199,6 @@ KvHostPast *kv_host_past_free(KvHostPast *past)
     free(past);
     return NULL;
 }
-DEFINE_CLEANUP(KvHostPast, kv_host_past_free)
-
 static KvHostPast *past_new(const KvHost *host)
 {
     _cleanup_(kv_host_past_freep) KvHostPast *past = calloc(1, sizeof(*past));
@@ -181,9 +217,9 @@ KvHostPast *kv_host_past_new(const KvHost *host)
     return past && compat_new(host, &past->now) == 0 ? TAKE_PTR(past) : NULL;
 }
 
-KvHostPast *kv_host_past_copy(const KvHostPast *from)
+KvHostPast *kv_host_past_copy(const KvHost *host, const KvHostPast *from)
 {
-    _cleanup_(kv_host_past_freep) KvHostPast *past = past_new(from->host);
+    _cleanup_(kv_host_past_freep) KvHostPast *past = past_new(host);
     const uint32_t row = 0;
 
     if (!past || kv_compat_copy(from->now, &past->now, NULL))
@@ -211,6 +247,11 @@ int kv_host_past_crop(KvHostPast *past, uint32_t n, ErrorDetail *reterr)
         kv_held_drop_back(&past->pending[i], pending);
     past->n_pending -= pending;
     return 0;
+}
+
+uint32_t kv_host_past_pending(const KvHostPast *past)
+{
+    return past->n_pending;
 }
 
 uint64_t kv_host_past_bytes(const KvHostPast *past)
@@ -363,6 +404,7 @@ static int run_sequence(const KvHost *host, uint32_t l, KvHostPast *past, float 
     for (uint32_t t = 0; t < past->n_tokens; t++)
         attend_row(host, layer, &k, &v, past->length + t + 1, rows + t * qkv_width(&layer->shape),
                    out + (size_t)t * layer->shape.n_heads * layer->shape.v_head_dim);
+    kv_compat_quantized_release(past->next->layers[l].self); /* else all layers would be there decoded */
     return 0;
 }
 

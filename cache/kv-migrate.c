@@ -63,7 +63,9 @@ bool kv_migrate_is_same(const KvMigration *m, uint32_t l)
 
 bool kv_store_is_same(const KvStore *from, const KvStore *to)
 {
-    return !from->host && !to->host && same_layers(from, to) && same_forms(from, to);
+    if (from->host || to->host)
+        return from->host && to->host && kv_host_is_same(from->host, to->host);
+    return same_layers(from, to) && same_forms(from, to);
 }
 
 /* ---- what has been moved ---------------------------------------------------------------------------------------------------- */
@@ -302,6 +304,11 @@ static int move_past(KvMigration *m, const KvPast *from, KvPast *to, ErrorDetail
     to->cross_length = from->cross_length;
     to->recording = from->recording;
     to->record_from = from->record_from;
+    if (from->host) {
+        (void)kv_host_past_free(to->host);
+        to->host = kv_host_past_copy(m->to->host, from->host);
+        return to->host ? 0 : error_origin(KV_E_HOST_MEMORY);
+    }
     r = move_tail(m, from, from->tail, false, &to->tail, reterr);
     if (!r)
         r = move_states(m, from, &to->states, reterr);
@@ -314,6 +321,19 @@ static int move_past(KvMigration *m, const KvPast *from, KvPast *to, ErrorDetail
 
 /* ---- all of it ------------------------------------------------------------------------------------------------------------------------ */
 
+/* Every flush of the source's schedule has already changed what it keeps; another schedule would not have. */
+static int refuse_host(const KvStore *from, const KvStore *to, ErrorDetail *reterr)
+{
+    char source[96] = "pages", target[96] = "pages";
+
+    if (from->host)
+        kv_host_describe(from->host, source, sizeof(source));
+    if (to->host)
+        kv_host_describe(to->host, target, sizeof(target));
+    return error_detail_set(reterr, -ENOTSUP, "cache: compatibility mode moves only to the same keys and layers; from %s to %s no number would "
+                            "be what it was", source, target);
+}
+
 static int check(KvCache *const *caches, uint32_t n, const KvStore *to, bool lossy, ErrorDetail *reterr)
 {
     const KvStore *from = caches[0]->store;
@@ -323,8 +343,8 @@ static int check(KvCache *const *caches, uint32_t n, const KvStore *to, bool los
             return error_detail_set(reterr, -EBUSY, "cache: sequence %u to be moved is in a pass, or in another store", i);
     if (from == to || from->pass.active || to->pass.active)
         return error_detail_set(reterr, from == to ? -EINVAL : -EBUSY, "cache: a store cannot move into itself, nor during a pass");
-    if (from->host || to->host)
-        return error_detail_set(reterr, -ENOTSUP, "cache: what compatibility mode keeps has no pages to move");
+    if ((from->host || to->host) && !kv_store_is_same(from, to))
+        return refuse_host(from, to, reterr);
     if (!same_layers(from, to))
         return error_detail_set(reterr, -EINVAL, "cache: the two stores are for different layers");
     if (!lossy && !same_forms(from, to))

@@ -122,7 +122,7 @@ KvPast *kv_past_copy(const KvPast *from)
     }
     if (from->host) {
         (void)kv_host_past_free(past->host);
-        past->host = kv_host_past_copy(from->host);
+        past->host = kv_host_past_copy(from->store->host, from->host);
         if (!past->host)
             return NULL;
     }

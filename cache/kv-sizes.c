@@ -2,6 +2,7 @@
 /* Sizes of a store: sections, limits of a pass, the ring's tiles within the device budget, arenas. */
 
 #include "cache/kv-sizes.h"
+#include "cache/kv-host.h"
 #include "quant/base/checked.h"
 
 /* Largest tile by default: what leaves the second read of a staged tile to a last-level cache (PERFORMANCE bar 7). */
@@ -259,7 +260,7 @@ static int plan_section(const GpuInfo *info, const KvSectionSizes *section, KvPl
     return 0;
 }
 
-static int plan_fill(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
+static int plan_fill(const GpuInfo *info, const KvModel *model, KvSizes *sizes, ErrorDetail *reterr)
 {
     KvPlan *plan = &sizes->plan;
     int r;
@@ -269,6 +270,8 @@ static int plan_fill(const GpuInfo *info, KvSizes *sizes, ErrorDetail *reterr)
         if (r)
             return error_trace(r);
     }
+    if (sizes->policy.is_compatible)
+        kv_host_plan(model, &sizes->policy, &plan->host_bytes_per_token, &plan->host_window_bytes);
     plan->operand_bytes += sizes->logits_bytes;
     plan->n_slots = sizes->tile_bytes > 0 ? sizes->policy.n_slots : 0;
     plan->staging_bytes = 2 * sizes->fresh_bytes + plan->n_slots * sizes->tile_bytes;
@@ -336,7 +339,7 @@ static int compute(const GpuInfo *info, const KvModel *model, KvSizes *sizes, Er
         if (r)
             return error_trace(r);
     }
-    return error_trace(plan_fill(info, sizes, reterr));
+    return error_trace(plan_fill(info, model, sizes, reterr));
 }
 
 void kv_sizes_deinit(KvSizes *sizes)

@@ -141,7 +141,7 @@ typedef struct KvPlan {
     uint64_t operand_bytes;     /* the kernels' operands, step inputs, calibration */
     uint64_t device_page_bytes; /* home device: pages of one static cache, or the first step of growth; home host: the resident share */
     uint64_t host_bytes_per_token; /* of layers that keep everything */
-    uint64_t host_window_bytes;    /* of one sequence: windows and encoder output at their longest */
+    uint64_t host_window_bytes;    /* of one sequence: windows and encoder output at their longest; compatibility mode: the residual */
     uint32_t tile_blocks, n_slots; /* n_slots 0: tiles are read in place */
 } KvPlan;
 int kv_store_plan(const GpuInfo *info, const KvModel *model, const KvPolicy *policy, KvPlan *ret, ErrorDetail *reterr);
@@ -168,6 +168,9 @@ int kv_cache_record(KvCache *cache, bool on);
 /* Saves the live tail in host memory as a place to crop back to.  Kept are the newest few and older ones evenly spaced; their bytes
  * count in the host budget, and when that is short the oldest of the store give way before anything is refused.  KvError. */
 int kv_cache_checkpoint(KvCache *cache);
+/* Whether it, or a fork, cropped to any length, goes on as a sequence does that runs the same tokens from the beginning.  In compatibility
+ * mode only before the first prompt is complete: what is quantised then depends on where prompts ended. */
+bool kv_cache_is_as_cold(const KvCache *cache);
 /* Empty and reusable. */
 int kv_cache_clear(KvCache *cache);
 
@@ -181,7 +184,9 @@ void kv_cache_bytes(const KvCache *cache, KvBytes *ret);
 
 /* ---- sets of caches of one store, one a row of a batch: all rows or none, and none of them in a pass --------------------------- */
 
-/* Row r becomes what row rows[r] was: pages are shared.  The first min(n, n_rows) caches stay, others are freed or, in @caches, which has
+/* In compatibility mode rows are refused (-ENOTSUP) where Transformers codes those of a batch together (kv_quant_rows_are_apart()).
+ *
+ * Row r becomes what row rows[r] was: pages are shared.  The first min(n, n_rows) caches stay, others are freed or, in @caches, which has
  * room for the larger number, made.  A static cache that is made reserves its own capacity. */
 int kv_caches_select(KvCache **caches, uint32_t n, const uint32_t *rows, uint32_t n_rows, ErrorDetail *reterr);
 int kv_caches_reorder(KvCache **caches, uint32_t n, const uint32_t *rows, ErrorDetail *reterr);

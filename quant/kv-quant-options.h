@@ -30,5 +30,12 @@ static inline bool kv_quant_options_equal(const KvQuantOptions *a, const KvQuant
            a->q_group_size == b->q_group_size && a->residual_length == b->residual_length;
 }
 
+/* Whether a row of a batch is coded the same whatever other rows there are: hqq ends its search for all rows of a tensor together, and groups
+ * of quanto's axis -1 go on from one row to the next. */
+static inline bool kv_quant_rows_are_apart(const KvQuantOptions *options)
+{
+    return options->backend == KV_BACKEND_FP8 || (options->backend == KV_BACKEND_QUANTO && options->axis_key == 0 && options->axis_value == 0);
+}
+
 /* Transformers quantises models whose layers are all "full_attention".  -EINVAL naming every other type once. */
 int kv_quant_check_layer_types(const char *const *types, uint32_t n_types, ErrorDetail *reterr);

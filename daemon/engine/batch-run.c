@@ -88,6 +88,12 @@ EngineResult batch_start(Engine *engine, Job *job, ErrorDetail *reterr)
         (void)error_detail_set(reterr, -EINVAL, "a session has one sequence: ask for several without a session");
         return ENGINE_RESULT_INVALID_ARGS;
     }
+    if (policy->is_compatible && job->sampling.num_beams > 1 && !kv_quant_rows_are_apart(&policy->compatible)) {
+        (void)error_detail_set(reterr, -EINVAL, "num-beams %u: with quant.compatibility %s codes the rows of all beams together, which sequences "
+                               "of their own do not: use quanto with axis 0, or fp8", job->sampling.num_beams,
+                               kv_backend_to_string(policy->compatible.backend));
+        return ENGINE_RESULT_INVALID_ARGS;
+    }
     result = make_batch(job, policy, &n_tokens, reterr);
     if (result == ENGINE_RESULT_DONE)
         result = slot_store(engine, job->slot, policy, true, &store, reterr);
@@ -133,6 +139,8 @@ static EngineResult warm_one(Engine *engine, Job *job, BatchPrompt *prompt, Batc
     EngineResult result;
     int r;
 
+    if (batch->policy.is_compatible && sequence->ids.n > prompt->ids.n)
+        return sessions_refuse_rerun(reterr);
     if (!batch->store) {
         result = slot_store(engine, job->slot, &batch->policy, true, &batch->store, reterr);
         if (result != ENGINE_RESULT_DONE)
@@ -179,7 +187,8 @@ static EngineResult warm_prompt(Engine *engine, Job *job, BatchPrompt *prompt, E
             continue;
         if (leader && cached(leader) < prompt->ids.n)
             return ENGINE_RESULT_DONE; /* soon */
-        if (!leader || kv_cache_fork(leader->cache, &sequence->cache, reterr) != 0)
+        if (!leader || (batch->policy.is_compatible && sequence->ids.n > prompt->ids.n) ||
+            kv_cache_fork(leader->cache, &sequence->cache, reterr) != 0)
             result = warm_one(engine, job, prompt, sequence, reterr);
         if (result != ENGINE_RESULT_DONE || cold)
             return result;
@@ -210,7 +219,8 @@ static void add_item(const Batch *batch, BatchPass *pass, BatchPrompt *prompt, u
     if (begin < prompt->fork_tokens)
         end = MIN(end, prompt->fork_tokens);
     end = MIN(end, begin + max_rows - pass->n_rows);
-    pass->items[pass->n] = (ModelItem){.cache = sequence->cache, .tokens = sequence->ids.ids + begin, .n_tokens = end - begin};
+    pass->items[pass->n] = (ModelItem){.cache = sequence->cache, .tokens = sequence->ids.ids + begin, .n_tokens = end - begin,
+                                          .more = end < sequence->ids.n};
     pass->prompts[pass->n] = prompt;
     pass->sequences[pass->n++] = index;
     pass->n_rows += end - begin;

@@ -75,9 +75,11 @@ static bool stream_weights(Engine *engine, ModelSlot *slot)
     return true;
 }
 
-/* The policy one step down; 0: as low as it can be. */
+/* The policy one step down; 0: as low as it can be.  Compatibility mode has no ring and is at home on the host from the start. */
 static ModelStep lower_policy(KvPolicy *policy)
 {
+    if (policy->is_compatible)
+        return 0;
     if (policy->home == KV_HOME_HOST && (policy->n_slots > 1 || policy->tile_blocks != 1)) {
         policy->n_slots = policy->tile_blocks = 1;
         return MODEL_STEP_STAGING;
@@ -217,7 +219,7 @@ static bool is_last_chance_to_move(Engine *engine, const ModelSlot *slot, const 
     KvPolicy policy = tight_policy(&store->policy);
     ModelPlan half, least;
 
-    if (kv_store_policy(store->store)->home != KV_HOME_DEVICE)
+    if (kv_store_policy(store->store)->home != KV_HOME_DEVICE || store->policy.is_compatible)
         return false;
     policy.home = KV_HOME_HOST;
     options.max_rows = MAX(slot->max_rows / 2, (uint32_t)MODELS_MIN_ROWS);

@@ -75,7 +75,7 @@ void prefixes_keep(Prefixes *prefixes, uint64_t owner, const int32_t *ids, KvCac
     size_t n = kv_cache_length(cache);
     Prefix *prefix;
 
-    if (max == 0 || n < PREFIXES_MIN_TOKENS)
+    if (max == 0 || n < PREFIXES_MIN_TOKENS || !kv_cache_is_as_cold(cache))
         return;
     for (Prefix **at = &prefixes->first; *at;) {
         size_t common = (*at)->owner == owner ? ids_common_prefix((*at)->ids, (*at)->n, ids, n) : 0;

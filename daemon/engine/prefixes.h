@@ -28,7 +28,7 @@ typedef struct Prefixes {
  * Returns how many tokens agree with an entry; a packed past may not hold a place to go on from so far. */
 size_t prefixes_fork(Prefixes *prefixes, uint64_t owner, const int32_t *ids, size_t n, KvCache **ret);
 /* Keeps a fork of @cache, which holds the first of @ids, in place of @owner's entries that it covers; at most @max entries in all.  What
- * cannot be kept is not. */
+ * cannot be kept is not, nor what others would not go on from as if they had run it (kv_cache_is_as_cold()). */
 void prefixes_keep(Prefixes *prefixes, uint64_t owner, const int32_t *ids, KvCache *cache, uint32_t max);
 /* Time of last use of the oldest entry; UINT64_MAX: there is none. */
 uint64_t prefixes_oldest_usec(const Prefixes *prefixes);

@@ -112,7 +112,7 @@ bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claim
     }
     for (Job *job = engine->jobs; job && claimant; job = job->next)
         if (job->active && !job->in_pass && job != claimant && job_store(job) && (!store || job_store(job) == store) &&
-            job->priority > claimant->priority && (!lower || job->priority >= lower->priority))
+            !kv_store_policy(job_store(job)->store)->is_compatible && job->priority > claimant->priority && (!lower || job->priority >= lower->priority))
             lower = job;
     if (!lower)
         return false;
@@ -128,6 +128,13 @@ bool sessions_others_hold_memory(const Engine *engine, const Job *job)
     return false;
 }
 
+EngineResult sessions_refuse_rerun(ErrorDetail *reterr)
+{
+    (void)error_detail_set(reterr, -ENOMEM, "memory ran out, and with quant.compatibility a lost cache cannot be made again with the same numbers: "
+                           "they depend on which tokens came together");
+    return ENGINE_RESULT_OUT_OF_MEMORY;
+}
+
 static EngineResult warm(Engine *engine, Job *job, ErrorDetail *reterr)
 {
     Session *session = job->session;
@@ -138,6 +145,8 @@ static EngineResult warm(Engine *engine, Job *job, ErrorDetail *reterr)
 
     if (session->cache)
         return ENGINE_RESULT_DONE;
+    if (job->n_output > 0 && session->policy.is_compatible)
+        return sessions_refuse_rerun(reterr);
     result = slot_store(engine, session->slot, &session->policy, true, &store, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;

@@ -296,7 +296,7 @@ static int fit_all_rows(Fitting *fitting, uint32_t most, const KvPolicy *policy,
     fit->policy = *policy;
     fit->steps &= ~(unsigned)MODEL_STEP_STAGING;
     r = fit_rows(fitting, most, streamed);
-    if (r || fitting->fits)
+    if (r || fitting->fits || policy->is_compatible) /* which has no ring */
         return r;
     shrink_staging(fit);
     fit->steps |= MODEL_STEP_STAGING;
@@ -330,7 +330,7 @@ int model_fit(const GpuInfo *info, const ModelFile *file, const ModelOptions *op
 
     if (all)
         r = fit_all_rows(&fitting, most, &home, false);
-    if (!r && all && !fitting.fits && home.home == KV_HOME_DEVICE) {
+    if (!r && all && !fitting.fits && home.home == KV_HOME_DEVICE && !home.is_compatible) {
         home.home = KV_HOME_HOST;
         fit.steps |= MODEL_STEP_HOME;
         r = fit_all_rows(&fitting, most, &home, false);

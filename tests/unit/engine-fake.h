@@ -779,6 +779,11 @@ uint32_t kv_cache_length(const KvCache *cache)
     return cache->n;
 }
 
+bool kv_cache_is_as_cold(const KvCache *cache)
+{
+    return cache != NULL;
+}
+
 int kv_cache_crop(KvCache *cache, uint32_t n_keep, uint32_t *ret_length, ErrorDetail *reterr)
 {
     uint32_t best = 0;
