@@ -52,7 +52,7 @@ struct Gpu {
     uint32_t random;
     unsigned favourite; /* a queue that runs ahead, or GPU_QUEUE_X_MAX */
     LooseCommand *first[GPU_QUEUE_X_MAX], *last[GPU_QUEUE_X_MAX];
-    uint64_t used[GPU_PURPOSE_X_MAX], n_uploads;
+    uint64_t used[GPU_PURPOSE_X_MAX], n_uploads, n_commands, tile_bytes; /* of uploads to the ring */
     int64_t fail_at; /* this many calls from now one fails; negative: none */
     bool lost;
 };
@@ -105,6 +105,7 @@ static int loose_queue(Gpu *gpu, GpuQueue queue, const LooseCommand *what, GpuWa
         gpu->lost = true;
         return -ENODEV;
     }
+    gpu->n_commands++;
     command = malloc(sizeof(*command));
     assert(command && wait.n_events <= N_ELEMENTS(command->waits));
     *command = *what;
@@ -256,9 +257,10 @@ static const uint8_t *loose_at(const GpuBuffer *buffer, uint64_t offset, uint64_
 int gpu_upload(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t offset, const void *from, uint64_t bytes, GpuWait wait,
                const char *label, GpuEvent **ret_event)
 {
-    (void)label;
     (void)loose_at(to, offset, bytes);
     gpu->n_uploads++;
+    if (strcmp(label, "kv tile") == 0)
+        gpu->tile_bytes += bytes;
     return loose_queue(gpu, queue, &(LooseCommand){.run = loose_copy, .to = to->data + offset, .from = from, .bytes = bytes}, wait,
                        ret_event);
 }
