@@ -101,6 +101,17 @@ static bool near_reference(Run *run, RefSequence *tokens, uint32_t position, uin
 
 /* ---- passes -------------------------------------------------------------------------------------------------------------------------- */
 
+/* The seeded defect: what a lost write would do. */
+static void spoil(const Run *run, uint32_t layer, const Item *items, uint32_t n_items)
+{
+    uint32_t width = reference_row_values(run->reference, layer), row = 0;
+    KvShape shape = random_shape(&run->config, layer);
+
+    for (uint32_t i = 0; i < n_items; row += items[i++].n_tokens)
+        if (items[i].sequence->is_cropped_fork && items[i].sequence->tokens->n_tokens > 0)
+            run->world->qkv_memory[layer][(size_t)row * width + shape.n_heads * shape.k_head_dim] += 1.0f;
+}
+
 static void fill_inputs(Run *run, const Item *items, uint32_t n_items)
 {
     for (uint32_t l = 0; l < run->config.n_layers; l++) {
@@ -110,6 +121,8 @@ static void fill_inputs(Run *run, const Item *items, uint32_t n_items)
             for (uint32_t t = 0; t < items[i].n_tokens; t++, row++)
                 reference_row(run->reference, l, items[i].ids[t], items[i].sequence->tokens->n_tokens + t,
                               run->world->qkv_memory[l] + (size_t)row * width);
+        if (run->world->has_defect && run->config.layers[l].kind == RANDOM_FULL)
+            spoil(run, l, items, n_items);
         must(gpu_upload(run->world->gpu, GPU_QUEUE_COMPUTE, run->world->qkv[l], 0, run->world->qkv_memory[l],
                         (uint64_t)row * width * sizeof(float), GPU_WAIT_NONE, "random qkv", NULL),
              "upload");

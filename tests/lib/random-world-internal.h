@@ -23,11 +23,13 @@ struct RandomWorld {
     Bits *bits;
     uint32_t n_bits;
     RandomCounts counts;
+    bool has_defect;
 };
 
 typedef struct Sequence {
     KvCache *cache;
     RefSequence *tokens;
+    bool is_fork, is_cropped_fork; /* for the seeded defect */
     bool recording; /* for sure, since record_from */
     uint32_t record_from;
     uint8_t ends[RANDOM_MAX_TOKENS + 1]; /* whether it must be able to go back there since */

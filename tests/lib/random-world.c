@@ -60,6 +60,11 @@ void random_world_forget(RandomWorld *world)
     world->n_bits = 0;
 }
 
+void random_world_seed_defect(RandomWorld *world, bool on)
+{
+    world->has_defect = on;
+}
+
 bool random_failed(Run *run, const char *format, ...)
 {
     va_list args;
@@ -216,6 +221,7 @@ static bool op_crop(Run *run, const RandomOp *op)
     if (length != announced)
         return failed(run, "crop to %u left %u, %u was announced", keep, length, announced);
     forget_record(sequence);
+    sequence->is_cropped_fork = sequence->is_fork && op->args[0].value > 0;
     ref_sequence_cut(sequence->tokens, length);
     return random_run_again(run, sequence, ids, keep);
 }
@@ -241,6 +247,7 @@ static bool fork_sequence(Run *run, const Sequence *from, Sequence *ret)
     if (r)
         return failed(run, "fork: %d, %s", r, detail.text);
     ret->tokens = ref_sequence_copy(from->tokens);
+    ret->is_fork = true;
     return true;
 }
 

@@ -28,6 +28,9 @@ RandomWorld *random_world_new(Gpu *gpu);
 RandomWorld *random_world_free(RandomWorld *world);
 DEFINE_CLEANUP(RandomWorld, random_world_free)
 
+/* From now on one token of the next pass of a sequence that was cropped after it was forked has another key: a defect for a test of the
+ * test, which must find it from the outputs. */
+void random_world_seed_defect(RandomWorld *world, bool on);
 /* False when something was not as it must be. */
 bool random_world_run(RandomWorld *world, const RandomProgram *program, RandomFailure *ret);
 const RandomCounts *random_world_counts(const RandomWorld *world);

@@ -2,7 +2,7 @@
 /*
  * Random programs of cache operations on the real store, beside a reference that keeps every token (tests/lib/random-*.h).
  *
- *   LEAT_RANDOM_SECONDS   how long (60)
+ *   LEAT_RANDOM_SECONDS   how long (180)
  *   LEAT_RANDOM_SEED      the first program; programs are numbered from there (1)
  *   LEAT_RANDOM_VERBOSE   each program is named before it runs, for those that crash
  *   LEAT_RANDOM_WIDE      all shapes and forms, not only those of a short run
@@ -95,23 +95,28 @@ static bool fails(const RandomProgram *program, void *userdata)
     return true;
 }
 
-static void report(Pair *pair, RandomProgram *program, uint64_t seed)
+static void shrink_and_print(Pair *pair, RandomProgram *program, uint64_t seed, FILE *to)
 {
-    printf("program %llu fails at operation %u: %s\n", (unsigned long long)seed, pair->failure.op, pair->failure.text);
+    fprintf(to, "# program %llu fails at operation %u: %s\n", (unsigned long long)seed, pair->failure.op, pair->failure.text);
     /* A failure that depends on what ran before in this process is printed as it is; a lost device runs nothing more. */
     if (strstr(pair->failure.text, "is lost"))
-        printf("# the device is lost\n");
+        fprintf(to, "# the device is lost\n");
     else if (fails(program, pair) || (pair->first = NULL, fails(program, pair)))
         random_program_shrink(program, fails, pair, SHRINK_USEC);
     else
-        printf("# it does not fail again by itself\n");
-    printf("# shrunk: operation %u: %s\n", pair->failure.op, pair->failure.text);
-    random_program_print(program, stdout);
+        fprintf(to, "# it does not fail again by itself\n");
+    fprintf(to, "# shrunk: operation %u: %s\n", pair->failure.op, pair->failure.text);
+    random_program_print(program, to);
     if (pair->first) {
-        printf("# after the same operations under\n# ");
-        random_program_print(&(RandomProgram){.config = pair->first->config}, stdout);
+        fprintf(to, "# after the same operations under\n# ");
+        random_program_print(&(RandomProgram){.config = pair->first->config}, to);
     }
-    fflush(stdout);
+    fflush(to);
+}
+
+static void report(Pair *pair, RandomProgram *program, uint64_t seed)
+{
+    shrink_and_print(pair, program, seed, stdout);
     fail_msg("program %llu: %s", (unsigned long long)seed, pair->failure.text);
 }
 
@@ -163,7 +168,7 @@ static void print_counts(const RandomCounts *c)
 static void random_programs_agree_with_the_reference_and_with_each_other(void **state)
 {
     Fixture *fixture = *state;
-    double end = seconds() + (double)number("LEAT_RANDOM_SECONDS", 60);
+    double end = seconds() + (double)number("LEAT_RANDOM_SECONDS", 180);
     uint64_t seed = number("LEAT_RANDOM_SEED", 1);
     bool wide = number("LEAT_RANDOM_WIDE", 0) > 0, verbose = number("LEAT_RANDOM_VERBOSE", 0) > 0, unified = gpu_info(fixture->gpu)->unified_memory;
     Pair pair = {.world = fixture->world};
@@ -264,12 +269,49 @@ static void shrinking_leaves_what_the_failure_needs(void **state)
     assert_true(n_shrunk > 5);
 }
 
+/* The test of the test: what goes wrong with forks that are cropped is found, shrunk to little more than that, printed, and the print shows
+ * it again, as LEAT_RANDOM_PROGRAM would; without the defect the same program is right. */
+static void a_seeded_defect_is_found_shrunk_and_replayed_from_its_print(void **state)
+{
+    Fixture *fixture = *state;
+    Pair pair = {.world = fixture->world};
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    RandomProgram program, again;
+    RandomFailure failure;
+    char *text = NULL;
+    uint64_t seed = 1;
+    size_t n_text;
+    FILE *file;
+
+    random_world_seed_defect(fixture->world, true);
+    for (random_program_make(&program, seed, true, false); random_world_run(fixture->world, &program, &pair.failure);
+         random_program_make(&program, seed, true, false))
+        assert_true(++seed < 100);
+    file = open_memstream(&text, &n_text);
+    assert_non_null(file);
+    shrink_and_print(&pair, &program, seed, file);
+    fclose(file);
+    printf("%s", text);
+    file = fmemopen(text, n_text, "r");
+    assert_non_null(file);
+    assert_int_equal(random_program_read(&again, file, &detail), 0);
+    fclose(file);
+    assert_in_range(again.n_ops, 3, 5); /* a past, a fork of it, a crop of the fork, and what runs then */
+    assert_false(random_world_run(fixture->world, &again, &failure));
+    assert_ptr_equal(failure.kind, pair.failure.kind);
+    random_world_seed_defect(fixture->world, false);
+    random_world_forget(fixture->world);
+    assert_true(random_world_run(fixture->world, &again, &failure));
+    free(text);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(programs_survive_being_printed_and_read),
         cmocka_unit_test(shrinking_leaves_what_the_failure_needs),
         cmocka_unit_test(programs_that_failed_once_do_not_fail_again),
+        cmocka_unit_test(a_seeded_defect_is_found_shrunk_and_replayed_from_its_print),
         cmocka_unit_test(random_programs_agree_with_the_reference_and_with_each_other),
     };
 

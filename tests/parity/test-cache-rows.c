@@ -163,6 +163,16 @@ static void row_13_3_3_tokens_taken_back_and_given_again_leave_no_trace(void **s
               70 + 5 + 5 + 40);
 }
 
+/* The library's own use of it (6.4): a draft whose first tokens are right, a second one that is wrong, and only what is right stays, in the
+ * middle of a pass and across the border of a page; recurrent states included. */
+static void row_13_3_3_a_draft_that_is_right_in_part_leaves_no_trace_of_the_rest(void **state)
+{
+    same_bits(*state, "pass 0 7 0:120\npass 0 8 0:40\n",
+              "pass 0 7 0:90\nrecord 0 0 0:0\npass 0 7 0:12\npass 0 9 0:5\nundo 10 0 0:0\npass 0 7 0:13\nundo 9 0 0:0\npass 0 7 0:19\n"
+              "undo 0 0 0:0\npass 0 8 0:40\n",
+              90 + 12 + 13 + 19 + 40);
+}
+
 static void row_13_3_4_taking_nothing_back_never_changes_the_next_output(void **state)
 {
     same_bits(*state, "pass 0 7 0:40\npass 0 8 0:30\npass 0 9 0:30\n",
@@ -221,6 +231,49 @@ static void row_13_3_10_offload_with_0_1_and_2_layers_that_move_and_with_hybrids
                 (void)play(fixture, &stay, form, layers[l], "pass 0 7 0:130\npass 0 8 0:1\npass 0 9 0:1 1:70\npass 0 10 0:40 1:1\n");
 }
 
+/* Section 12, "static batch ops, smaller batch in a static cache: missing". */
+static void row_12_static_caches_take_batch_operations_and_smaller_batches(void **state)
+{
+    Fixture *fixture = *state;
+
+    for (size_t p = 1; p <= 3; p += 2) /* static on the device, and offloaded */
+        for (size_t l = 0; l < N_ELEMENTS(all_kinds); l++)
+            for (unsigned form = 0; form < N_FORMS; form++) {
+                random_world_forget(fixture->world);
+                assert_int_equal(play(fixture, &policies[p], form, all_kinds[l], "pass 0 7 0:60 1:40\npass 0 8 0:30\npass 0 9 1:50\n"), 0);
+                assert_int_equal(play(fixture, &policies[p], form, all_kinds[l],
+                                      "pass 0 7 0:60 1:40\nselect 4 0 0:0 1:1\npass 0 8 0:30 2:30\npass 0 9 1:50 3:50\nselect 1 0 0:1 1:0\n"
+                                      "pass 0 5 0:9\n"),
+                                 100 + 30 + 50); /* the copies, 2 and 3, get tokens of their own: compared with the reference alone */
+            }
+}
+
+/* Section 12, "quantised + sliding/chunked/linear layers: ValueError": windows quantised too, or kept in full precision on the device. */
+static void row_12_quantised_layers_beside_sliding_chunked_and_recurrent_ones(void **state)
+{
+    static const char *const layers[] = {SLIDING FULL, CHUNKED FULL, LINEAR FULL, HYBRID SLIDING};
+    static const char *const operations = "pass 0 7 0:150 1:40\npass 0 8 0:1 1:1\npass 0 9 0:33 1:20\n";
+    Fixture *fixture = *state;
+
+    for (size_t l = 0; l < N_ELEMENTS(layers); l++)
+        for (unsigned stay = 0; stay < 2; stay++)
+            for (size_t p = OFFLOADED; p < N_ELEMENTS(policies); p++) {
+                Policy policy = policies[p];
+
+                policy.stay = stay;
+                if (p == OFFLOADED)
+                    random_world_forget(fixture->world);
+                assert_int_equal(play(fixture, &policy, LEAT, layers[l], operations), p == OFFLOADED ? 0 : 245);
+            }
+}
+
+/* Section 12, "OOM fallback keeping progress: no, restart": a live cache is moved between homes and growths and goes on. */
+static void row_12_a_live_cache_migrates_and_goes_on_with_the_same_bits(void **state)
+{
+    same_bits(*state, "pass 0 7 0:70\npass 0 8 0:40\npass 0 9 0:50\n",
+              "pass 0 7 0:70\nmigrate 0 1 0:0\npass 0 8 0:40\nmigrate 0 2 0:0\nmigrate 0 3 0:0\npass 0 9 0:50\n", 160);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -228,6 +281,7 @@ int main(void)
         cmocka_unit_test(row_13_3_2_dynamic_static_offloaded_and_offloaded_static_give_the_same_bits),
         cmocka_unit_test(row_13_1_offloaded_gives_dynamics_bits_with_fewer_device_bytes),
         cmocka_unit_test(row_13_3_3_tokens_taken_back_and_given_again_leave_no_trace),
+        cmocka_unit_test(row_13_3_3_a_draft_that_is_right_in_part_leaves_no_trace_of_the_rest),
         cmocka_unit_test(row_13_3_4_taking_nothing_back_never_changes_the_next_output),
         cmocka_unit_test(row_13_3_5_a_permutation_and_its_inverse_are_the_identity),
         cmocka_unit_test(row_13_3_5_reorder_with_repeats_equals_separate_runs),
@@ -235,6 +289,9 @@ int main(void)
         cmocka_unit_test(row_13_3_7_copies_do_not_influence_each_other_or_the_original),
         cmocka_unit_test(row_13_3_8_what_fails_leaves_lengths_and_outputs_unchanged),
         cmocka_unit_test(row_13_3_10_offload_with_0_1_and_2_layers_that_move_and_with_hybrids),
+        cmocka_unit_test(row_12_quantised_layers_beside_sliding_chunked_and_recurrent_ones),
+        cmocka_unit_test(row_12_static_caches_take_batch_operations_and_smaller_batches),
+        cmocka_unit_test(row_12_a_live_cache_migrates_and_goes_on_with_the_same_bits),
     };
 
     cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
