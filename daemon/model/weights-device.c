@@ -241,11 +241,9 @@ static int fill(WeightsDevice *device, WeightsSlot *slot, uint32_t index)
     return error_trace(r);
 }
 
-/* Queues copies until the ring is as far ahead as it is long. */
-static int advance(WeightsDevice *device)
+/* Queues the copies of parts before number @end of this pass. */
+static int queue_until(WeightsDevice *device, uint64_t end)
 {
-    uint64_t end = device->n_read + device->placement.n_slots;
-
     if (device->n_queued >= end)
         return 0;
     for (; device->n_queued < end; device->n_queued++) {
@@ -262,6 +260,12 @@ static int advance(WeightsDevice *device)
     return gpu_flush(device->gpu, GPU_QUEUE_UPLOAD);
 }
 
+/* As far ahead as the ring is long. */
+static int queue_all(WeightsDevice *device)
+{
+    return queue_until(device, device->n_read + device->placement.n_slots);
+}
+
 int weights_device_begin(WeightsDevice *device, uint32_t n_head_rounds)
 {
     if (device->n_order == 0)
@@ -270,7 +274,7 @@ int weights_device_begin(WeightsDevice *device, uint32_t n_head_rounds)
     device->n_read = device->n_queued = 0;
     device->n_pass_spans = device->n_spans_order - (n_head_rounds > 0 ? 0 : device->n_last);
     device->n_pass = device->n_pass_spans + (uint64_t)n_head_rounds * (device->n_order - device->n_spans_order);
-    return advance(device);
+    return queue_all(device);
 }
 
 int weights_device_acquire(WeightsDevice *device, uint32_t part, const GpuBuffer **ret, GpuEvent **ret_wait)
@@ -283,7 +287,7 @@ int weights_device_acquire(WeightsDevice *device, uint32_t part, const GpuBuffer
         *ret = device->buffers[device->placement.parts[part].block];
         return 0;
     }
-    r = advance(device);
+    r = queue_until(device, device->n_read + 1);
     if (r)
         return error_trace(r);
     slot = slot_of(device, device->n_read);
@@ -306,7 +310,8 @@ int weights_device_release(WeightsDevice *device, uint32_t part, GpuEvent *event
     (void)gpu_event_unref(slot->read);
     slot->read = event;
     device->n_read++;
-    return advance(device);
+    /* The slot of this launch waits for the next one, but at the end of the pass there is none. */
+    return device->n_read == device->n_pass ? queue_all(device) : queue_until(device, device->n_read + device->placement.n_slots - 1);
 }
 
 void weights_device_abort(WeightsDevice *device)

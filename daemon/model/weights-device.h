@@ -4,11 +4,15 @@
  * A model's weights as a pass finds them: buffers that stay, host memory read in place, and a ring of staging buffers.
  *
  * A pass reads its streamed parts in a known order: those of the spans, then those of the head, the latter once for each batch of rows
- * that want logits.  Number g of that order passes through slot (head + g) % n_slots.  As soon as the launch that reads number g is
- * queued, the copy of number g + n_slots is queued on the upload queue, where the cache's tiles travel too: it waits for that launch's
- * event (write after read) and for nothing else; launches wait for the copy's event.  Every command waits only for commands that were
- * queued before it, so the two rings cannot wait for each other in a circle.  After the last part the ring goes on with the first of the
- * next pass; a slot that already holds what it should is not filled again, which is all that makes a prefetch count.
+ * that want logits.  Number g of that order passes through slot (head + g) % n_slots.  When the launches that read numbers g and g + 1 are
+ * queued, the copy of number g + n_slots is queued on the upload queue, where the cache's tiles travel too: it waits for the launch of g
+ * (write after read) and for nothing else; launches wait for the copy's event.  Every command waits only for commands that were queued
+ * before it, so the two rings cannot wait for each other in a circle.  After the last part the ring goes on with the first of the next pass;
+ * a slot that already holds what it should is not filled again, which is all that makes a prefetch count.
+ *
+ * The copy comes after launch g + 1, which the host queues long before the device is there, because PoCL begins what was queued last first
+ * among commands that become ready at once, and both its workers turn to a kernel that has begun: with the copy queued before, copies and
+ * kernels took turns (2 slots, 71 MB a token: 12.3 ms instead of 9.2).
  */
 
 #include "daemon/model/placement.h"
