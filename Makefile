@@ -136,7 +136,7 @@ $(BUILD)/tests/bus/leatd-fake: $(BUILD)/daemon/main.o $(BUILD)/tests/bus/fake-en
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ $(LIBS)
 
 $(BUILD)/tests/bus/test-bus-protocol $(BUILD)/tests/bus/test-bus-policy: | $(BUILD)/tests/bus/leatd-fake
-$(BUILD)/tests/bus/test-bus-daemon: | $(BUILD)/leatd
+$(BUILD)/tests/bus/test-bus-daemon $(BUILD)/tests/bus/test-bus-soak: | $(BUILD)/leatd
 
 .PHONY: tests
 tests: $(UNIT_TESTS) $(PARITY_TESTS) $(BUS_TESTS) sim
@@ -189,12 +189,15 @@ check: packages
 	$(Q)tests/check-units $(BUILD)
 	$(Q)LEAT_TEST_MODEL="$$($(SCRIPTS)/fetch-model)" tests/run-tests $(BUILD)
 
-# An hour of random programs on the cache, over all shapes and forms; the seed is printed.  make soak SOAK_SECONDS=600
+# Many clients at once on a daemon for ten minutes, then an hour of random programs on the cache, over all shapes and forms; seeds are printed.
+#   make soak SOAK_SECONDS=600
 SOAK_SECONDS ?= 3600
 .PHONY: soak
 soak: packages
-	$(Q)$(MAKE) --no-print-directory $(BUILD)/tests/parity/test-cache-random
-	$(Q)LEAT_TEST_DATA=tests/data LEAT_TEST_CACHE=$${LEAT_TEST_CACHE:-$(BUILD)/test-cache} LEAT_RANDOM_WIDE=1 LEAT_RANDOM_SECONDS=$(SOAK_SECONDS) \
+	$(Q)$(MAKE) --no-print-directory programs $(BUILD)/tests/parity/test-cache-random $(BUILD)/tests/bus/test-bus-soak
+	$(Q)export LEAT_TEST_DATA=tests/data LEAT_TEST_CACHE=$${LEAT_TEST_CACHE:-$(BUILD)/test-cache} && mkdir -p $$LEAT_TEST_CACHE && \
+	  LEAT_SOAK_SECONDS=$$(($(SOAK_SECONDS) / 6)) $(BUILD)/tests/bus/test-bus-soak && \
+	  LEAT_RANDOM_WIDE=1 LEAT_RANDOM_SECONDS=$(SOAK_SECONDS) \
 	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random
 
 # Includes go down only: daemon -> cache -> opencl -> quant; inside daemon: bus -> engine -> {model, text}.
@@ -222,7 +225,7 @@ help:
 	  "make shell [CMD='...']  a private bus with the daemon, leat on PATH [CONFIG=FILE.yaml]" \
 	  'make check              all set-up and every test  [SANITIZE=address,undefined]' \
 	  "make test T=NAME [F='*pattern*']  one test program" \
-  'make soak               an hour of random programs on the cache  [SOAK_SECONDS=3600]' \
+  'make soak               ten minutes of clients on a daemon, an hour of random programs on the cache  [SOAK_SECONDS=3600]' \
 	  'make sim                the simulated small GPU, a layer for the OpenCL loader (tests/sim/README.md)' \
   'make bench              ratios against llama.cpp, in one run on a quiet machine' \
 	  'make install            [DESTDIR=] [PREFIX=/usr] [SYSCONFDIR=/etc]' \

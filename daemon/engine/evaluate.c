@@ -91,10 +91,14 @@ float *evaluation_logits(Evaluation *evaluation)
     return evaluation->logits;
 }
 
-int evaluation_write(Evaluation *evaluation, uint32_t n_rows, ErrorDetail *reterr)
+int evaluation_write(Evaluation *evaluation, uint64_t first, uint32_t n_rows, ErrorDetail *reterr)
 {
-    if (n_rows > EVALUATE_ROWS || n_rows > evaluation->n_rows - evaluation->n_written)
+    uint64_t n_again;
+
+    if (n_rows > EVALUATE_ROWS || first > evaluation->n_written || n_rows > evaluation->n_rows - first)
         return error_origin(-EINVAL);
-    evaluation->n_written += n_rows;
-    return write_all(evaluation->fd, evaluation->logits, (size_t)n_rows * evaluation->n_vocab * sizeof(float), reterr);
+    n_again = MIN(evaluation->n_written - first, (uint64_t)n_rows);
+    evaluation->n_written += n_rows - n_again;
+    return write_all(evaluation->fd, evaluation->logits + n_again * evaluation->n_vocab, (n_rows - n_again) * evaluation->n_vocab * sizeof(float),
+                     reterr);
 }

@@ -16,7 +16,7 @@ typedef struct Evaluation Evaluation;
 int evaluation_new(int fd, uint64_t n_rows, uint32_t n_vocab, Evaluation **ret, ErrorDetail *reterr);
 Evaluation *evaluation_free(Evaluation *evaluation);
 DEFINE_CLEANUP(Evaluation, evaluation_free)
-/* (EVALUATE_ROWS, n_vocab), for the next rows. */
+/* (EVALUATE_ROWS, n_vocab), for the rows of one pass. */
 float *evaluation_logits(Evaluation *evaluation);
-/* Writes the first @n_rows of them. */
-int evaluation_write(Evaluation *evaluation, uint32_t n_rows, ErrorDetail *reterr);
+/* They are rows @first to @first + @n_rows: writes those that are not in the file yet.  A job that lost its cache runs its first rows again. */
+int evaluation_write(Evaluation *evaluation, uint64_t first, uint32_t n_rows, ErrorDetail *reterr);

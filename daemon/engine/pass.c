@@ -220,7 +220,7 @@ static int forward(Engine *engine, Pass *pass, bool *ret_again, ErrorDetail *ret
 static void take_evaluation(Engine *engine, Job *job, uint32_t n_rows)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    int r = evaluation_write(job->evaluation, n_rows, &detail);
+    int r = evaluation_write(job->evaluation, session_cached(job->session) - n_rows, n_rows, &detail);
 
     if (r < 0)
         jobs_finish(engine, job, ENGINE_RESULT_FAILED, &detail);

@@ -150,8 +150,10 @@ static EngineResult warm(Engine *engine, Job *job, ErrorDetail *reterr)
     result = slot_store(engine, session->slot, &session->policy, true, &store, reterr);
     if (result != ENGINE_RESULT_DONE)
         return result;
-    common = prefixes_fork(&store->prefixes, job->owner, session->ids.ids, session->ids.n, &session->cache);
-    job->fork_tokens = MAX(job->fork_tokens, common >= PREFIXES_MIN_TOKENS ? (uint32_t)common : 0);
+    if (job->kind != JOB_EVALUATE) { /* which wants every row's logits */
+        common = prefixes_fork(&store->prefixes, job->owner, session->ids.ids, session->ids.n, &session->cache);
+        job->fork_tokens = MAX(job->fork_tokens, common >= PREFIXES_MIN_TOKENS ? (uint32_t)common : 0);
+    }
     if (session->cache) {
         session->store = store;
         return ENGINE_RESULT_DONE;

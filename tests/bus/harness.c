@@ -155,13 +155,14 @@ static bool name_has_owner(sd_bus *bus)
 void harness_start_daemon(Harness *harness)
 {
     _cleanup_(sd_bus_flush_close_unrefp) sd_bus *bus = harness_connect(harness, getuid());
-    char program[600], cache[128], state[128], bus_option[16];
+    const char *shared = getenv("LEAT_TEST_CACHE"); /* compiled kernels */
+    char program[600], cache[512], state[128], bus_option[16];
     char *arguments[] = {program,          bus_option, (char[]){"--config"},         harness->config, (char[]){"--cache-dir"}, cache,
                          (char[]){"--state-dir"}, state,       (char[]){"--stream-timeout"}, (char[]){"1"},   NULL};
 
     daemon_path(harness, program, sizeof(program));
     (void)snprintf(bus_option, sizeof(bus_option), "--%s", harness->system ? "system" : "user");
-    (void)snprintf(cache, sizeof(cache), "%s/cache", harness->folder);
+    (void)snprintf(cache, sizeof(cache), "%s%s", shared ? shared : harness->folder, shared ? "" : "/cache");
     (void)snprintf(state, sizeof(state), "%s/state", harness->folder);
     harness->daemon_pid = start(harness, "leatd.log", arguments, -1);
     for (unsigned i = 0; !name_has_owner(bus); i++) {

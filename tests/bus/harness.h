@@ -73,6 +73,7 @@ typedef struct Heard {
     char *text;
     size_t n_text_bytes, n_frames;
     uint32_t n_ids, usage_output_tokens, usage_prompt_tokens;
+    int32_t ids[64]; /* the first of them */
     char reason[32], error[96], error_text[480];
     bool ended; /* D or X was seen before the end of the stream */
 } Heard;

@@ -151,6 +151,13 @@ static void heard_copy(char *to, size_t size, const json_t *object, const char *
     (void)snprintf(to, size, "%s", value ? value : "");
 }
 
+static void heard_add_ids(Heard *heard, const json_t *ids)
+{
+    for (size_t i = 0; i < json_array_size(ids); i++, heard->n_ids++)
+        if (heard->n_ids < N_ELEMENTS(heard->ids))
+            heard->ids[heard->n_ids] = (int32_t)json_integer_value(json_array_get(ids, i));
+}
+
 static void heard_frame(Heard *heard, const char *frame, size_t n)
 {
     size_t n_kinds = strlen(heard->kinds);
@@ -170,7 +177,7 @@ static void heard_frame(Heard *heard, const char *frame, size_t n)
     if (!object)
         fail_msg("frame %c is not JSON: %.*s", frame[0], (int)n - 1, frame + 1);
     if (frame[0] == 'E')
-        heard->n_ids += (uint32_t)json_array_size(json_object_get(object, "ids"));
+        heard_add_ids(heard, json_object_get(object, "ids"));
     if (frame[0] == 'U') {
         heard->usage_output_tokens = (uint32_t)json_integer_value(json_object_get(object, "output-tokens"));
         heard->usage_prompt_tokens = (uint32_t)json_integer_value(json_object_get(object, "prompt-tokens"));

@@ -129,6 +129,16 @@ static void fill_inputs(Run *run, const Item *items, uint32_t n_items)
     }
 }
 
+static void finish_step(Run *run)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    int r = gpu_step_finish(run->world->gpu, STEP_USEC, &detail);
+
+    if (r)
+        fprintf(stderr, "%s\n", detail.text);
+    must(r, "finish");
+}
+
 static bool check_outputs(Run *run, const Item *items, uint32_t n_items)
 {
     uint32_t row = 0;
@@ -339,7 +349,7 @@ bool random_run_items(Run *run, Item *items, uint32_t n_items)
     if (!random_queue_layers(run, pass, run->config.n_layers, items, n_items))
         return false;
     must(kv_pass_prefetch(pass), "prefetch");
-    must(gpu_step_finish(run->world->gpu, STEP_USEC, NULL), "finish");
+    finish_step(run);
     must(kv_pass_commit(pass), "commit");
     run->world->counts.passes++;
     if (!check_states(run, items, n_items) || !check_outputs(run, items, n_items))
@@ -403,7 +413,7 @@ bool random_run_cross(Run *run, Sequence *sequence, uint32_t seed, bool *ret_the
             (void)kv_pass_abort(pass);
             return false;
         }
-        must(gpu_step_finish(run->world->gpu, STEP_USEC, NULL), "finish");
+        finish_step(run);
         must(kv_pass_commit(pass), "commit");
         for (uint32_t t = 0; t < item.n_tokens; t++)
             ref_sequence_append_cross(sequence->tokens, cross_id(seed, first + t));
