@@ -3,6 +3,7 @@
 
 #include "cache/kv-store.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static const char *const strategy_names[KV_STRATEGY_X_MAX] = {
@@ -61,4 +62,44 @@ KvPolicy kv_policy_preset(KvStrategy strategy, bool exact)
         break;
     }
     return policy;
+}
+
+KvForm kv_policy_layer_form(const KvPolicy *policy, uint32_t layer)
+{
+    KvForm form = policy->form;
+
+    for (uint32_t i = 0; i < policy->n_layer_bits && kv_form_is_coded(form); i++)
+        if (layer >= policy->layer_bits[i].first && layer <= policy->layer_bits[i].last) {
+            form.k_bits = policy->layer_bits[i].k_bits;
+            form.v_bits = policy->layer_bits[i].v_bits;
+        }
+    return form;
+}
+
+bool kv_layer_bits_equal(const KvPolicy *a, const KvPolicy *b)
+{
+    bool equal = a->n_layer_bits == b->n_layer_bits;
+
+    for (uint32_t i = 0; i < a->n_layer_bits && equal; i++) {
+        const KvLayerBits *x = &a->layer_bits[i], *y = &b->layer_bits[i];
+
+        equal = x->first == y->first && x->last == y->last && x->k_bits == y->k_bits && x->v_bits == y->v_bits;
+    }
+    return equal;
+}
+
+void kv_layer_bits_to_text(const KvLayerBits *bits, uint32_t n, char *ret, size_t size)
+{
+    size_t length = 0;
+
+    ret[0] = 0;
+    for (uint32_t i = 0; i < n && length < size; i++) {
+        char range[24];
+
+        if (bits[i].first == bits[i].last)
+            (void)snprintf(range, sizeof(range), "%u", bits[i].first);
+        else
+            (void)snprintf(range, sizeof(range), "%u-%u", bits[i].first, bits[i].last);
+        length += (size_t)snprintf(ret + length, size - length, "%s%s:%u/%u", i ? " " : "", range, bits[i].k_bits, bits[i].v_bits);
+    }
 }

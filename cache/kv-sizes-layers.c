@@ -55,11 +55,11 @@ static AttendVisibility visibility_of(const KvLayer *layer)
 }
 
 /* What says which section a layer belongs to. */
-static KvSectionSizes describe(const KvModel *model, const KvPolicy *policy, const KvLayer *layer)
+static KvSectionSizes describe(const KvModel *model, const KvPolicy *policy, const KvLayer *layer, uint32_t l)
 {
     bool windowed = layer->kind == KV_LAYER_SLIDING || layer->kind == KV_LAYER_CHUNKED;
     bool stays = windowed && policy->home == KV_HOME_HOST && policy->offload_only_non_sliding;
-    KvForm form = policy->form;
+    KvForm form = kv_policy_layer_form(policy, l);
 
     if (stays)
         form = kv_form_default(model->exact ? KV_FORM_F32 : KV_FORM_F16);
@@ -117,7 +117,7 @@ static int place_shared(KvSizes *sizes, const KvLayer *layer, uint32_t l, ErrorD
 
 static void place_keys(KvSizes *sizes, const KvModel *model, const KvLayer *layer, uint32_t l)
 {
-    const KvSectionSizes described = describe(model, &sizes->policy, layer);
+    const KvSectionSizes described = describe(model, &sizes->policy, layer, l);
     uint32_t s = 0;
 
     while (s < sizes->n_sections && !same_section(&sizes->sections[s], &described))
@@ -172,8 +172,13 @@ static int place_layer(KvSizes *sizes, const KvModel *model, uint32_t l, ErrorDe
 
 int kv_sizes_place_layers(KvSizes *sizes, const KvModel *model, ErrorDetail *reterr)
 {
+    const KvPolicy *policy = &sizes->policy;
     int r;
 
+    for (uint32_t i = 0; i < policy->n_layer_bits; i++)
+        if (policy->layer_bits[i].last >= model->n_layers)
+            return error_detail_set(reterr, -EINVAL, "cache: bits for layer %u (quant.nbits_layers), the model's layers are 0 to %u",
+                                    policy->layer_bits[i].last, model->n_layers - 1);
     sizes->layers = calloc(model->n_layers, sizeof(KvLayerPlace));
     sizes->sections = calloc(model->n_layers, sizeof(KvSectionSizes));
     if (!sizes->layers || !sizes->sections)

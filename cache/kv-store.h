@@ -52,11 +52,21 @@ typedef struct KvRates {
     uint64_t weight_bytes_per_layer;                         /* read between the attention of two layers */
 } KvRates;
 
+/* Bits of layers [first, last] that are not those of the form. */
+typedef struct KvLayerBits {
+    uint16_t first, last;
+    uint8_t k_bits, v_bits;
+} KvLayerBits;
+#define KV_MAX_LAYER_BITS  32
+#define KV_LAYER_BITS_TEXT 512 /* room for the text of so many */
+
 typedef struct KvPolicy {
     KvStrategy strategy; /* the preset it came from, for display */
     KvGrowth growth;
     KvHome home;
     KvForm form;
+    uint32_t n_layer_bits;
+    KvLayerBits layer_bits[KV_MAX_LAYER_BITS]; /* ascending, apart; of no matter to layers whose form is not coded */
     bool is_compatible;            /* layers as Transformers' quantised caches have them, on the host (cache/kv-host.h): growth, home, form and
                                     * ring are of no matter */
     KvQuantOptions compatible;
@@ -75,6 +85,12 @@ typedef struct KvPolicy {
 
 /* The preset with its defaults; @exact makes unquantised forms f32, else f16; leat is K 5, V 4 bits. */
 KvPolicy kv_policy_preset(KvStrategy strategy, bool exact);
+
+/* The form with the bits that a layer has. */
+KvForm kv_policy_layer_form(const KvPolicy *policy, uint32_t layer);
+bool kv_layer_bits_equal(const KvPolicy *a, const KvPolicy *b);
+/* "0-1:8/8 29:6/5". */
+void kv_layer_bits_to_text(const KvLayerBits *bits, uint32_t n, char *ret, size_t size);
 
 /* What a layer keeps of the past, and which keys a query at position i sees of it. */
 typedef enum KvLayerKind {

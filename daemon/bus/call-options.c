@@ -252,6 +252,8 @@ static int call_read_cache_value(const CallKey *key, const char *name, sd_bus_me
         return bus_error_invalid(error, "option %s: key %.64s has type %.32s, not a text, number or boolean", key->name, name, contents);
     if ((r = sd_bus_message_enter_container(m, 'v', contents)) < 0 || (r = sd_bus_message_read_basic(m, type, &value)) < 0)
         return error_trace(r);
+    if (type == 's' && strlen(value.s) >= size)
+        return bus_error_invalid(error, "option %s: key %.64s has a text of %zu bytes, at most %zu", key->name, name, strlen(value.s), size - 1);
     if (type == 's')
         (void)snprintf(buffer, size, "%s", value.s);
     else if (type == 'u')
@@ -277,7 +279,7 @@ static int call_read_cache(const CallKey *key, sd_bus_message *m, CallOptions *o
         return error_trace(r);
     while ((r = sd_bus_message_enter_container(m, 'e', "sv")) > 0) {
         ErrorDetail detail = ERROR_DETAIL_NULL;
-        char value[256];
+        char value[KV_LAYER_BITS_TEXT];
         const char *name;
 
         if ((r = sd_bus_message_read_basic(m, 's', &name)) < 0)

@@ -66,10 +66,11 @@ static void print_cache(FILE *file, const char *indent, const ConfigCache *cache
         divider = "";
         for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
             if (cache->quant.written & 1u << key) {
-                char value[32];
+                char value[KV_LAYER_BITS_TEXT];
 
                 config_quant_print(&cache->quant, (ConfigQuantKey)key, value, sizeof(value));
-                (void)fprintf(file, "%s%s: %s", divider, config_quant_name((ConfigQuantKey)key), value);
+                (void)fprintf(file, key == CONFIG_QUANT_NBITS_LAYERS ? "%s%s: '%s'" : "%s%s: %s", divider,
+                              config_quant_name((ConfigQuantKey)key), value);
                 divider = ", ";
             }
         (void)fputc('}', file);

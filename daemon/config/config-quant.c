@@ -16,17 +16,17 @@
 typedef struct QuantKey {
     const char *name;
     const char *const *words;
-    const int16_t *values;
+    const int32_t *values;
     size_t n_words;
     uint64_t min, max;
 } QuantKey;
 
 static const char *const backend_words[] = {"leat", "hqq", "quanto", "fp8"};
-static const int16_t backend_values[] = {KV_FORM_LEAT, KV_FORM_HQQ, KV_FORM_QUANTO, KV_FORM_FP8};
+static const int32_t backend_values[] = {KV_FORM_LEAT, KV_FORM_HQQ, KV_FORM_QUANTO, KV_FORM_FP8};
 static const char *const nbits_words[] = {"auto", "8", "6", "5", "4", "3", "2", "1"};
-static const int16_t nbits_values[] = {KV_BITS_AUTO, 8, 6, 5, 4, 3, 2, 1};
+static const int32_t nbits_values[] = {KV_BITS_AUTO, 8, 6, 5, 4, 3, 2, 1};
 static const char *const axis_words[] = {"0", "1", "-1"};
-static const int16_t axis_values[] = {0, 1, -1};
+static const int32_t axis_values[] = {0, 1, -1};
 static const char *const centre_words[] = {"none", "before-rope", "after-rope"};
 static const char *const bool_words[] = {"false", "true"};
 static const char *const levels_words[] = {"searched", "plain"};
@@ -40,8 +40,9 @@ static const QuantKey quant_keys[CONFIG_QUANT_X_MAX] = {
     [CONFIG_QUANT_NBITS_VALUE] = WORDS("nbits_value", nbits_words, nbits_values),
     [CONFIG_QUANT_AXIS_KEY] = WORDS("axis_key", axis_words, axis_values),
     [CONFIG_QUANT_AXIS_VALUE] = WORDS("axis_value", axis_words, axis_values),
-    [CONFIG_QUANT_GROUP] = RANGE("q_group_size", 16, 128),
-    [CONFIG_QUANT_RESIDUAL] = RANGE("residual_length", 0, KV_MAX_TAIL_TOKENS),
+    /* As in Transformers; pages take fewer of them (quant_check_pages). */
+    [CONFIG_QUANT_GROUP] = RANGE("q_group_size", 1, 1 << 20),
+    [CONFIG_QUANT_RESIDUAL] = RANGE("residual_length", 0, 1 << 24),
     [CONFIG_QUANT_SINKS] = RANGE("sinks", 0, KV_PAGE_TOKENS),
     [CONFIG_QUANT_CENTRE] = WORDS("centre", centre_words, NULL),
     [CONFIG_QUANT_ROTATE] = WORDS("rotate", bool_words, NULL),
@@ -49,12 +50,13 @@ static const QuantKey quant_keys[CONFIG_QUANT_X_MAX] = {
     [CONFIG_QUANT_LEVELS] = WORDS("levels", levels_words, NULL),
     [CONFIG_QUANT_COMPATIBILITY] = WORDS("compatibility", bool_words, NULL),
     [CONFIG_QUANT_KLD_BUDGET] = RANGE("kld-budget", 0, 0),
+    [CONFIG_QUANT_NBITS_LAYERS] = RANGE("nbits_layers", 0, 0),
 };
 
 const char *const config_quant_names[] = {"quant.backend",     "quant.nbits",        "quant.nbits_key",       "quant.nbits_value", "quant.axis_key",
                                           "quant.axis_value",  "quant.q_group_size", "quant.residual_length", "quant.sinks",       "quant.centre",
                                           "quant.rotate",      "quant.pair-scale",   "quant.levels",           "quant.compatibility",
-                                          "quant.kld-budget"};
+                                          "quant.kld-budget",  "quant.nbits_layers"};
 const size_t config_quant_n_names = N_ELEMENTS(config_quant_names);
 
 const char *config_quant_name(ConfigQuantKey key)
@@ -62,7 +64,7 @@ const char *config_quant_name(ConfigQuantKey key)
     return quant_keys[key].name;
 }
 
-static int quant_parse(const QuantKey *key, const char *text, int16_t *ret, ErrorDetail *reterr)
+static int quant_parse(const QuantKey *key, const char *text, int32_t *ret, ErrorDetail *reterr)
 {
     uint64_t number;
     size_t index;
@@ -71,19 +73,140 @@ static int quant_parse(const QuantKey *key, const char *text, int16_t *ret, Erro
     if (key->n_words > 0) {
         r = config_value_word(text, key->words, key->n_words, &index, reterr);
         if (!r)
-            *ret = key->values ? key->values[index] : (int16_t)index;
+            *ret = key->values ? key->values[index] : (int32_t)index;
         return r;
     }
     r = config_value_u64(text, key->min, key->max, &number, reterr);
     if (!r)
-        *ret = (int16_t)number;
+        *ret = (int32_t)number;
     return r;
+}
+
+/* ---- bits of layers: "0-1:8/8, 29:6" ---------------------------------------------------------------------------------------- */
+
+#define MAX_LAYER 4095
+
+static int layers_refuse(const char *entry, size_t n, const char *why, ErrorDetail *reterr)
+{
+    return error_detail_set(reterr, -EINVAL, "'%.*s' %s: write a layer or a range, a colon, and bits of keys/values, as in '0-1:8/8, 29:6'",
+                            (int)MIN(n, (size_t)60), entry, why);
+}
+
+/* A whole number up to @max at *@at, which moves behind it. */
+static bool layers_number(const char **at, uint32_t max, uint32_t *ret)
+{
+    const char *c = *at;
+    uint32_t value = 0;
+
+    if (*c < '0' || *c > '9' || (c[0] == '0' && c[1] >= '0' && c[1] <= '9'))
+        return false;
+    for (; *c >= '0' && *c <= '9'; c++) {
+        value = value * 10 + (uint32_t)(*c - '0');
+        if (value > max)
+            return false;
+    }
+    *at = c;
+    *ret = value;
+    return true;
+}
+
+static int layers_parse_one(const char *entry, size_t n, KvLayerBits *ret, ErrorDetail *reterr)
+{
+    uint32_t first, last, k, v;
+    const char *at = entry;
+
+    if (!layers_number(&at, MAX_LAYER, &first))
+        return layers_refuse(entry, n, "names no layer of 0 to 4095", reterr);
+    last = first;
+    if (*at == '-') {
+        at++;
+        if (!layers_number(&at, MAX_LAYER, &last) || last < first)
+            return layers_refuse(entry, n, "is no range of layers", reterr);
+    }
+    if (*at++ != ':' || !layers_number(&at, KV_MAX_BITS, &k) || k == 0)
+        return layers_refuse(entry, n, "has no bits", reterr);
+    v = k;
+    if (*at == '/') {
+        at++;
+        if (!layers_number(&at, KV_MAX_BITS, &v) || v == 0)
+            return layers_refuse(entry, n, "has no bits of values", reterr);
+    }
+    if (at != entry + n)
+        return layers_refuse(entry, n, "has more than that", reterr);
+    *ret = (KvLayerBits){(uint16_t)first, (uint16_t)last, (uint8_t)k, (uint8_t)v};
+    return 0;
+}
+
+/* In its place among those before; two that overlap are refused. */
+static int layers_insert(ConfigQuant *quant, KvLayerBits bits, ErrorDetail *reterr)
+{
+    uint32_t i = quant->n_layers;
+
+    if (quant->n_layers == KV_MAX_LAYER_BITS)
+        return error_detail_set(reterr, -EINVAL, "more than %d ranges of layers", KV_MAX_LAYER_BITS);
+    while (i > 0 && quant->layers[i - 1].first > bits.last)
+        i--;
+    if (i > 0 && quant->layers[i - 1].last >= bits.first)
+        return error_detail_set(reterr, -EINVAL, "layer %u has its bits twice", MAX(quant->layers[i - 1].first, bits.first));
+    memmove(&quant->layers[i + 1], &quant->layers[i], (quant->n_layers - i) * sizeof(bits));
+    quant->layers[i] = bits;
+    quant->n_layers++;
+    return 0;
+}
+
+static int layers_parse(const char *text, ConfigQuant *ret, ErrorDetail *reterr)
+{
+    ConfigQuant parsed = {.n_layers = 0};
+    size_t n;
+    int r = 0;
+
+    for (const char *at = text + strspn(text, ", "); *at && !r; at += strspn(at, ", ")) {
+        KvLayerBits bits = {0};
+
+        n = strcspn(at, ", ");
+        r = layers_parse_one(at, n, &bits, reterr);
+        if (!r)
+            r = layers_insert(&parsed, bits, reterr);
+        at += n;
+    }
+    if (r)
+        return r;
+    ret->n_layers = parsed.n_layers; /* none: what was written further away does not hold */
+    memcpy(ret->layers, parsed.layers, sizeof(ret->layers));
+    return 0;
+}
+
+/* ---- keys ---------------------------------------------------------------------------------------------------------------------- */
+
+static int quant_set_value(ConfigQuant *quant, ConfigQuantKey key, const char *text, ErrorDetail *reterr)
+{
+    switch (key) {
+    case CONFIG_QUANT_KLD_BUDGET:
+        return config_value_double(text, MIN_KLD_BUDGET, MAX_KLD_BUDGET, &quant->kld_budget, reterr);
+    case CONFIG_QUANT_NBITS_LAYERS:
+        return layers_parse(text, quant, reterr);
+    case CONFIG_QUANT_BACKEND:
+    case CONFIG_QUANT_NBITS_KEY:
+    case CONFIG_QUANT_NBITS_VALUE:
+    case CONFIG_QUANT_AXIS_KEY:
+    case CONFIG_QUANT_AXIS_VALUE:
+    case CONFIG_QUANT_GROUP:
+    case CONFIG_QUANT_RESIDUAL:
+    case CONFIG_QUANT_SINKS:
+    case CONFIG_QUANT_CENTRE:
+    case CONFIG_QUANT_ROTATE:
+    case CONFIG_QUANT_PAIR_SCALE:
+    case CONFIG_QUANT_LEVELS:
+    case CONFIG_QUANT_COMPATIBILITY:
+    case CONFIG_QUANT_X_MAX:
+        break;
+    }
+    return quant_parse(&quant_keys[key], text, &quant->values[key], reterr);
 }
 
 static int quant_set_key(ConfigQuant *quant, ConfigQuantKey key, const char *text, ErrorDetail *reterr)
 {
-    int r = key == CONFIG_QUANT_KLD_BUDGET ? config_value_double(text, MIN_KLD_BUDGET, MAX_KLD_BUDGET, &quant->kld_budget, reterr)
-                                           : quant_parse(&quant_keys[key], text, &quant->values[key], reterr);
+    int r = quant_set_value(quant, key, text, reterr);
 
     if (!r)
         quant->written |= 1u << key;
@@ -112,8 +235,12 @@ void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret,
         (void)snprintf(ret, size, "%g", quant->kld_budget);
         return;
     }
+    if (key == CONFIG_QUANT_NBITS_LAYERS) {
+        kv_layer_bits_to_text(quant->layers, quant->n_layers, ret, size);
+        return;
+    }
     for (size_t i = 0; i < k->n_words; i++)
-        if (quant->values[key] == (k->values ? k->values[i] : (int16_t)i)) {
+        if (quant->values[key] == (k->values ? k->values[i] : (int32_t)i)) {
             (void)snprintf(ret, size, "%s", k->words[i]);
             return;
         }
@@ -127,6 +254,10 @@ void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from)
             to->values[key] = from->values[key];
     if (from->written & 1u << CONFIG_QUANT_KLD_BUDGET)
         to->kld_budget = from->kld_budget;
+    if (from->written & 1u << CONFIG_QUANT_NBITS_LAYERS) {
+        to->n_layers = from->n_layers;
+        memcpy(to->layers, from->layers, sizeof(to->layers));
+    }
     to->written |= from->written;
 }
 
@@ -139,6 +270,18 @@ static int quant_check_fp8(const ConfigQuant *quant, KvFormKind kind, ErrorDetai
         if (kind == KV_FORM_FP8 && quant->written & 1u << refused[i])
             return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for backend fp8: it has neither groups nor a residual",
                                     quant_keys[refused[i]].name);
+    return 0;
+}
+
+static int quant_check_pages(const ConfigQuant *quant, ErrorDetail *reterr)
+{
+    const int32_t *v = quant->values;
+
+    if (quant->written & 1u << CONFIG_QUANT_GROUP && (v[CONFIG_QUANT_GROUP] < 16 || v[CONFIG_QUANT_GROUP] > 128))
+        return error_detail_set(reterr, -EINVAL, "quant.q_group_size %d is out of range: pages have groups of 16 to 128", v[CONFIG_QUANT_GROUP]);
+    if (quant->written & 1u << CONFIG_QUANT_RESIDUAL && v[CONFIG_QUANT_RESIDUAL] > KV_MAX_TAIL_TOKENS)
+        return error_detail_set(reterr, -EINVAL, "quant.residual_length %d is out of range: 0 to %d beside pages", v[CONFIG_QUANT_RESIDUAL],
+                                KV_MAX_TAIL_TOKENS);
     return 0;
 }
 
@@ -167,14 +310,15 @@ bool config_quant_is_compatible(const ConfigQuant *quant)
 int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ErrorDetail *reterr)
 {
     static const ConfigQuantKey ours[] = {CONFIG_QUANT_SINKS, CONFIG_QUANT_CENTRE, CONFIG_QUANT_ROTATE, CONFIG_QUANT_PAIR_SCALE,
-                                          CONFIG_QUANT_LEVELS};
-    const int16_t *v = quant->values;
+                                          CONFIG_QUANT_LEVELS, CONFIG_QUANT_NBITS_LAYERS};
+    const int32_t *v = quant->values;
     bool has[CONFIG_QUANT_X_MAX];
     KvQuantRequest request;
     int r;
 
     for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
         has[key] = quant->written & 1u << key;
+    has[CONFIG_QUANT_NBITS_LAYERS] = quant->n_layers > 0;
     if (!has[CONFIG_QUANT_BACKEND] || v[CONFIG_QUANT_BACKEND] == KV_FORM_LEAT)
         return error_detail_set(reterr, -EINVAL, "quant.compatibility needs quant.backend hqq, quanto or fp8");
     for (size_t i = 0; i < N_ELEMENTS(ours); i++)
@@ -214,14 +358,14 @@ static uint8_t quant_bits(const ConfigQuant *quant, ConfigQuantKey key, KvFormKi
 /* What is not written stays as it is. */
 static void quant_set_recipe(const ConfigQuant *quant, KvForm *f)
 {
-    const int16_t *v = quant->values;
+    const int32_t *v = quant->values;
 
     if (quant->written & 1u << CONFIG_QUANT_GROUP)
-        f->group_dims = (uint16_t)v[CONFIG_QUANT_GROUP];
+        f->group_dims = (uint32_t)v[CONFIG_QUANT_GROUP];
     if (quant->written & 1u << CONFIG_QUANT_RESIDUAL)
-        f->tail_tokens = (uint16_t)v[CONFIG_QUANT_RESIDUAL];
+        f->tail_tokens = (uint32_t)v[CONFIG_QUANT_RESIDUAL];
     if (quant->written & 1u << CONFIG_QUANT_SINKS)
-        f->sink_tokens = (uint16_t)v[CONFIG_QUANT_SINKS];
+        f->sink_tokens = (uint32_t)v[CONFIG_QUANT_SINKS];
     if (quant->written & 1u << CONFIG_QUANT_CENTRE)
         f->centre = (KvCentre)v[CONFIG_QUANT_CENTRE];
     if (quant->written & 1u << CONFIG_QUANT_ROTATE)
@@ -247,12 +391,33 @@ static int quant_check_form(KvForm form, ErrorDetail *reterr)
     return r;
 }
 
+static int quant_check_layers(const ConfigQuant *quant, KvForm form, ErrorDetail *reterr)
+{
+    int r = 0;
+
+    for (uint32_t i = 0; i < quant->n_layers && !r; i++) {
+        char text[32];
+
+        form.k_bits = quant->layers[i].k_bits;
+        form.v_bits = quant->layers[i].v_bits;
+        r = kv_form_check(form, reterr);
+        kv_layer_bits_to_text(&quant->layers[i], 1, text, sizeof(text));
+        if (r)
+            error_detail_prefix(reterr, "quant.nbits_layers '%s'", text);
+    }
+    return r;
+}
+
 int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ErrorDetail *reterr)
 {
     KvForm f = policy->form;
     int r;
 
-    if (quant->written & 1u << CONFIG_QUANT_BACKEND && quant->values[CONFIG_QUANT_BACKEND] != (int16_t)f.kind)
+    r = quant_check_pages(quant, reterr);
+    if (r)
+        return r;
+
+    if (quant->written & 1u << CONFIG_QUANT_BACKEND && quant->values[CONFIG_QUANT_BACKEND] != (int32_t)f.kind)
         f = kv_form_default((KvFormKind)quant->values[CONFIG_QUANT_BACKEND]);
     f.k_bits = quant_bits(quant, CONFIG_QUANT_NBITS_KEY, f.kind, f.k_bits);
     f.v_bits = quant_bits(quant, CONFIG_QUANT_NBITS_VALUE, f.kind, f.v_bits);
@@ -264,9 +429,13 @@ int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ErrorDetail *
         r = quant_check_fp8(quant, f.kind, reterr);
     if (!r)
         r = quant_check_form(f, reterr);
+    if (!r)
+        r = quant_check_layers(quant, f, reterr);
     if (r)
         return r;
     policy->form = f;
+    policy->n_layer_bits = quant->n_layers;
+    memcpy(policy->layer_bits, quant->layers, sizeof(policy->layer_bits));
     if (quant->written & 1u << CONFIG_QUANT_KLD_BUDGET)
         policy->kld_budget = quant->kld_budget;
     return 0;

@@ -19,14 +19,17 @@ typedef enum ConfigQuantKey {
     CONFIG_QUANT_PAIR_SCALE,
     CONFIG_QUANT_LEVELS,
     CONFIG_QUANT_COMPATIBILITY,
-    CONFIG_QUANT_KLD_BUDGET, /* in kld_budget, not in values */
+    CONFIG_QUANT_KLD_BUDGET,   /* in kld_budget, not in values */
+    CONFIG_QUANT_NBITS_LAYERS, /* in layers */
     CONFIG_QUANT_X_MAX,
 } ConfigQuantKey;
 
 typedef struct ConfigQuant {
     uint32_t written; /* 1 << key */
-    int16_t values[CONFIG_QUANT_X_MAX]; /* of bits: KV_BITS_AUTO for auto */
+    int32_t values[CONFIG_QUANT_X_MAX]; /* of bits: KV_BITS_AUTO for auto */
     double kld_budget;
+    uint32_t n_layers;
+    KvLayerBits layers[KV_MAX_LAYER_BITS];
 } ConfigQuant;
 
 /* Names as in YAML, without "quant."; "nbits" sets both sides. */
@@ -35,7 +38,7 @@ extern const size_t config_quant_n_names;
 
 /* 0, or -EINVAL with what was expected. */
 int config_quant_set(ConfigQuant *quant, const char *name, const char *text, ErrorDetail *reterr);
-/* The written form of a key's value. */
+/* The written form of a key's value, which KV_LAYER_BITS_TEXT has room for. */
 void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret, size_t size);
 const char *config_quant_name(ConfigQuantKey key);
 /* Each written key of @from replaces that of @to. */

@@ -152,7 +152,7 @@ typedef struct EngineSequence {
 typedef struct EngineUsage {
     uint32_t prompt_tokens, reused_tokens, output_tokens;
     char stop_reason[24]; /* "stop", "stop_string", "length", "context_full", "cancelled", "error" */
-    char strategy[32], form[16], home[8], transfer[12];
+    char strategy[32], form[32], home[8], transfer[12];
     uint64_t seed, queue_usec, load_usec, first_token_usec, prefill_usec, decode_usec;
     double prefill_rate, decode_rate; /* tokens a second */
     uint64_t cache_host_bytes, cache_device_bytes, upload_bytes, download_bytes, copy_usec;

@@ -96,7 +96,7 @@ static json_t *plan_json(const ModelFit *fit, uint32_t context)
 {
     const ModelPlan *p = &fit->plan;
     const KvPolicy *policy = &fit->policy;
-    char form[16], ladder[72];
+    char form[32], ladder[72];
 
     status_form(policy, form, sizeof(form));
     engine_ladder_text(fit->steps, ladder, sizeof(ladder));
@@ -140,6 +140,12 @@ EngineResult estimate_json(Engine *engine, ModelSlot *slot, const KvPolicy *poli
         (void)json_object_set_new(json, "streamed-bytes-per-token", json_integer((json_int_t)model_streamed_bytes(&fit, context)));
         (void)json_object_set_new(json, "device-budget-bytes", json_integer((json_int_t)fit.plan.device_budget_bytes));
         (void)json_object_set_new(json, "device-used-bytes", json_integer((json_int_t)total));
+        if (fit.policy.n_layer_bits > 0) {
+            char bits_text[KV_LAYER_BITS_TEXT];
+
+            kv_layer_bits_to_text(fit.policy.layer_bits, fit.policy.n_layer_bits, bits_text, sizeof(bits_text));
+            (void)json_object_set_new(json, "nbits-layers", json_string(bits_text));
+        }
         add_prediction(engine, slot, &fit, context, depth, json);
         bits = estimate_bits_json(slot_file(slot), fit.options.exact, policy, &fit.policy.form);
         if (bits)

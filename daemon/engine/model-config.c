@@ -173,7 +173,7 @@ bool model_config_same_load(const EngineModel *a, const EngineModel *b)
 bool policy_equal(const KvPolicy *a, const KvPolicy *b)
 {
     return a->strategy == b->strategy && a->growth == b->growth && a->home == b->home && kv_form_equal(&a->form, &b->form) &&
-           a->transfer == b->transfer &&
+           kv_layer_bits_equal(a, b) && a->transfer == b->transfer &&
            a->n_slots == b->n_slots && a->max_cache_tokens == b->max_cache_tokens &&
            a->host_budget_bytes == b->host_budget_bytes && a->device_budget_bytes == b->device_budget_bytes &&
            a->tile_blocks == b->tile_blocks && a->is_compatible == b->is_compatible &&

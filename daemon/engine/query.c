@@ -187,7 +187,7 @@ static void query_cache(Engine *engine, Query *query, Session *session)
 {
     const KvPolicy *policy = session->store ? kv_store_policy(session->store->store) : &session->policy;
     KvBytes b = {0};
-    char form[16];
+    char form[32];
     json_t *json;
 
     if (session->cache)

@@ -6,9 +6,11 @@
 #include <jansson.h>
 #include <string.h>
 
-/* "leat-k5v4"; what is not chosen yet is "auto". */
-static void status_bits(KvForm form, char *ret, size_t size)
+/* "leat-k5v4"; what is not chosen yet is "auto"; "-mixed": some layers have others. */
+static void status_bits(const KvPolicy *policy, char *ret, size_t size)
 {
+    const char *mixed = policy->n_layer_bits > 0 ? "-mixed" : "";
+    const KvForm form = policy->form;
     char k[8] = "auto", v[8] = "auto";
 
     if (form.k_bits != KV_BITS_AUTO)
@@ -16,9 +18,9 @@ static void status_bits(KvForm form, char *ret, size_t size)
     if (form.v_bits != KV_BITS_AUTO)
         (void)snprintf(v, sizeof(v), "%u", form.v_bits);
     if (form.k_bits == KV_BITS_AUTO && form.v_bits == KV_BITS_AUTO)
-        (void)snprintf(ret, size, "%s-auto", kv_form_kind_to_string(form.kind));
+        (void)snprintf(ret, size, "%s-auto%s", kv_form_kind_to_string(form.kind), mixed);
     else
-        (void)snprintf(ret, size, "%s-k%sv%s", kv_form_kind_to_string(form.kind), k, v);
+        (void)snprintf(ret, size, "%s-k%sv%s%s", kv_form_kind_to_string(form.kind), k, v, mixed);
 }
 
 void status_form(const KvPolicy *policy, char *ret, size_t size)
@@ -39,7 +41,7 @@ void status_form(const KvPolicy *policy, char *ret, size_t size)
     case KV_FORM_LEAT:
     case KV_FORM_QUANTO:
     case KV_FORM_HQQ:
-        status_bits(form, ret, size);
+        status_bits(policy, ret, size);
         return;
     case KV_FORM_FP8:
         (void)snprintf(ret, size, "fp8");

@@ -221,7 +221,7 @@ static int bytes_besides_weights(const Fitting *fitting, const ModelPlan *plan, 
         r = model_calibration_plan(fitting->info, fitting->file, &complete, &calibration, fitting->reterr);
     (void)model_nbits_resolve(fitting->file, complete.exact, &fit->policy, &known);
     if (!r && !known)
-        r = model_nbits_plan(fitting->info, fitting->file, &complete, &fit->policy.form, &bits, fitting->reterr);
+        r = model_nbits_plan(fitting->info, fitting->file, &complete, &fit->policy, &bits, fitting->reterr);
     before = MAX(calibration, bits);
     *ret = MAX(others, plan->activation_bytes + before);
     return r;

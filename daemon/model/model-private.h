@@ -73,8 +73,8 @@ typedef struct ModelTap {
 int model_run(Model *model, KvStore *store, const ModelItem *items, uint32_t n_items, float *logits, const ModelTap *tap,
               ErrorDetail *reterr);
 
-/* Device bytes that measuring automatic bits of @form takes for a while, before the store is made. */
-int model_nbits_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvForm *form, uint64_t *ret_bytes,
+/* Device bytes that measuring automatic bits of @asked takes for a while, before the store is made. */
+int model_nbits_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvPolicy *asked, uint64_t *ret_bytes,
                      ErrorDetail *reterr);
 /* Device bytes that measuring it takes for a while, before the store that wants it is made. */
 int model_calibration_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, uint64_t *ret_bytes, ErrorDetail *reterr);

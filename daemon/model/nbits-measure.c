@@ -157,10 +157,12 @@ static double divergence(const Reference *reference, uint32_t row, const float *
 /* ---- a run ------------------------------------------------------------------------------------------------------------------- */
 
 /* A ring as small as can be, at home in the host: it fits where the real store does. */
-static KvPolicy measure_policy(KvForm form)
+static KvPolicy measure_policy(const KvPolicy *asked, KvForm form)
 {
     KvPolicy policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false);
 
+    policy.n_layer_bits = asked->n_layer_bits; /* of a candidate only: the others are not coded */
+    memcpy(policy.layer_bits, asked->layer_bits, sizeof(policy.layer_bits));
     policy.form = form;
     policy.max_cache_tokens = NBITS_TOKENS;
     policy.n_slots = policy.tile_blocks = 1;
@@ -179,17 +181,17 @@ static ModelOptions measure_options(const ModelFile *file, const ModelOptions *o
     return small;
 }
 
-int model_nbits_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvForm *form, uint64_t *ret_bytes,
+int model_nbits_plan(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, const KvPolicy *asked, uint64_t *ret_bytes,
                      ErrorDetail *reterr)
 {
     ModelOptions small = measure_options(file, options);
-    KvForm forms[2] = {kv_form_default(KV_FORM_F16), *form};
+    KvForm forms[2] = {kv_form_default(KV_FORM_F16), asked->form};
     KvModel kv_model = model_kv(file, &small, NULL);
     uint64_t most = 0;
 
     forms[1].k_bits = forms[1].v_bits = KV_MAX_BITS;
     for (size_t i = 0; i < N_ELEMENTS(forms); i++) {
-        KvPolicy policy = measure_policy(forms[i]);
+        KvPolicy policy = measure_policy(asked, forms[i]);
         KvPlan plan;
         int r = model_fold_kv(kv_store_plan(info, &kv_model, &policy, &plan, reterr));
 
@@ -212,7 +214,7 @@ static void end_run(Nbits *nbits)
 static int begin_run_in(Nbits *nbits, KvForm form, ErrorDetail *reterr)
 {
     Model *model = nbits->model;
-    KvPolicy policy = measure_policy(form);
+    KvPolicy policy = measure_policy(&nbits->policy, form);
     ModelOptions options = measure_options(model->file, &model->options);
     KvModel kv_model = model_kv(model->file, &options, model->calibration);
     int r;
@@ -363,7 +365,7 @@ int nbits_new(Model *model, const KvPolicy *policy, Nbits **ret, ErrorDetail *re
     nbits->model = model;
     nbits->policy = *policy;
     nbits->list = TOKEN_LIST_NULL;
-    r = nbits_load(model->file, model->options.exact, &policy->form, &nbits->kept, &nbits->table, reterr);
+    r = nbits_load(model->file, model->options.exact, policy, &nbits->kept, &nbits->table, reterr);
     if (!r && nbits_next(&nbits->table, policy->kld_budget, &nbits->candidate))
         r = read_text(nbits, reterr);
     if (!r && nbits->n_ids > nbits->first)

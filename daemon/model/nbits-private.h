@@ -16,7 +16,7 @@ struct NbitsKept {
     float kld[(KV_MAX_BITS + 1) * (KV_MAX_BITS + 1)]; /* by NBITS_PLACE; negative: none, or refused */
 };
 
-/* Candidates of @form with the numbers that are kept. */
-int nbits_load(const ModelFile *file, bool exact, const KvForm *form, NbitsKept *ret_kept, NbitsTable *ret, ErrorDetail *reterr);
+/* Candidates of the form of @policy with the numbers that are kept. */
+int nbits_load(const ModelFile *file, bool exact, const KvPolicy *policy, NbitsKept *ret_kept, NbitsTable *ret, ErrorDetail *reterr);
 /* Adds the table's numbers to @kept, which stays with the file and, when there is a state directory, on disk. */
 void nbits_keep(ModelFile *file, NbitsKept *kept, const NbitsTable *table);

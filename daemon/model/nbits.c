@@ -16,23 +16,37 @@ static const StateKind NBITS_KIND = {"bits", {'L', 'E', 'A', 'T', 'B', 'I', 'T',
 
 /* ---- what is kept ------------------------------------------------------------------------------------------------------------ */
 
-/* Everything but the model that the numbers depend on, in words. */
-static void write_recipe(const KvForm *form, bool exact, char ret[static NBITS_RECIPE_BYTES])
+static uint64_t hash_text(const char *text)
 {
+    uint64_t hash = 0xcbf29ce484222325u;
+
+    for (; *text; text++)
+        hash = (hash ^ (uint8_t)*text) * 0x100000001b3u;
+    return hash;
+}
+
+/* Everything but the model that the numbers depend on, in words. */
+static void write_recipe(const KvPolicy *policy, bool exact, char ret[static NBITS_RECIPE_BYTES])
+{
+    const KvForm *form = &policy->form;
+    int length;
+
     memset(ret, 0, NBITS_RECIPE_BYTES);
-    (void)snprintf(ret, NBITS_RECIPE_BYTES, "%s %u centre %d rotation %d levels %d pair %d group %u sinks %u tail %u %s calibration %d",
+    length = snprintf(ret, NBITS_RECIPE_BYTES, "%s %u centre %d rotation %d levels %d pair %d group %u sinks %u tail %u %s calibration %d",
                    kv_form_kind_to_string(form->kind), KV_FORM_VERSION, (int)form->centre, (int)form->rotation, (int)form->levels,
                    form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, exact ? "exact" : "fast",
                    MODEL_CALIBRATION_VERSION);
+    if (policy->n_layer_bits > 0 && length > 0 && length < NBITS_RECIPE_BYTES) {
+        char text[KV_LAYER_BITS_TEXT];
+
+        kv_layer_bits_to_text(policy->layer_bits, policy->n_layer_bits, text, sizeof(text));
+        (void)snprintf(ret + length, (size_t)(NBITS_RECIPE_BYTES - length), " layers %016llx", (unsigned long long)hash_text(text));
+    }
 }
 
 static void write_name(const ModelFile *file, const char *recipe, char ret[static 96])
 {
-    uint64_t hash = 0xcbf29ce484222325u;
-
-    for (; *recipe; recipe++)
-        hash = (hash ^ (uint8_t)*recipe) * 0x100000001b3u;
-    (void)snprintf(ret, 96, "%s-%016llx", file->digest_hex, (unsigned long long)hash);
+    (void)snprintf(ret, 96, "%s-%016llx", file->digest_hex, (unsigned long long)hash_text(recipe));
 }
 
 static bool is_sound(const NbitsKept *kept)
@@ -67,14 +81,14 @@ static void read_kept(const ModelFile *file, const char *recipe, NbitsKept *ret)
         ret->kld[i] = KEPT_NONE;
 }
 
-int nbits_load(const ModelFile *file, bool exact, const KvForm *form, NbitsKept *ret_kept, NbitsTable *ret, ErrorDetail *reterr)
+int nbits_load(const ModelFile *file, bool exact, const KvPolicy *policy, NbitsKept *ret_kept, NbitsTable *ret, ErrorDetail *reterr)
 {
     char recipe[NBITS_RECIPE_BYTES];
-    int r = nbits_table_init(ret, *form, &file->hparams.model.attention, reterr);
+    int r = nbits_table_init(ret, policy->form, &file->hparams.model.attention, reterr);
 
     if (r)
         return r;
-    write_recipe(form, exact, recipe);
+    write_recipe(policy, exact, recipe);
     read_kept(file, recipe, ret_kept);
     ret->rounding = exact ? 0 : (double)ret_kept->rounding;
     for (uint32_t i = 0; i < ret->n; i++) {
@@ -120,7 +134,7 @@ int model_nbits_table(const ModelFile *file, bool exact, const KvPolicy *policy,
 {
     NbitsKept kept;
 
-    return nbits_load(file, exact, &policy->form, &kept, ret, reterr);
+    return nbits_load(file, exact, policy, &kept, ret, reterr);
 }
 
 /* The backend's usual bits for the sides that are to be chosen. */

@@ -168,6 +168,7 @@ static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit,
 
     /* Pages on the device: what copies cost is measured apart. */
     policy.home = KV_HOME_DEVICE;
+    policy.n_layer_bits = 0; /* few layers stand for all */
     policy.growth = KV_GROWTH_DYNAMIC;
     policy.transfer = KV_TRANSFER_AUTO;
     policy.max_cache_tokens = PROBE_PAST + PROBE_ROWS + 2 * (PROBE_STEPS + 2);

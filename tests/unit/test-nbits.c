@@ -247,7 +247,7 @@ static uint32_t measure(State *s, const KvPolicy *policy, bool exact)
     NbitsKept kept;
     uint32_t n;
 
-    assert_int_equal(nbits_load(&s->file, exact, &policy->form, &kept, &table, NULL), 0);
+    assert_int_equal(nbits_load(&s->file, exact, policy, &kept, &table, NULL), 0);
     n = search(&table, policy->kld_budget, 1, 0.25);
     nbits_keep(&s->file, &kept, &table);
     return n;
@@ -339,7 +339,7 @@ static void find_file(const State *s, char ret[static 256])
     NbitsTable table;
     uint64_t hash = 0xcbf29ce484222325u;
 
-    assert_int_equal(nbits_load(&s->file, false, &policy.form, &kept, &table, NULL), 0);
+    assert_int_equal(nbits_load(&s->file, false, &policy, &kept, &table, NULL), 0);
     for (const char *c = kept.recipe; *c; c++)
         hash = (hash ^ (uint8_t)*c) * 0x100000001b3u;
     (void)snprintf(ret, 256, "%s/bits/%s-%016llx", s->folder, s->file.digest_hex, (unsigned long long)hash);
@@ -386,7 +386,7 @@ static void a_file_with_impossible_numbers_is_measured_again(void **state)
         char path[256];
 
         assert_true(measure(s, &policy, false) > 0);
-        assert_int_equal(nbits_load(&s->file, false, &policy.form, &kept, &table, NULL), 0);
+        assert_int_equal(nbits_load(&s->file, false, &policy, &kept, &table, NULL), 0);
         kept.kld[5 * (KV_MAX_BITS + 1) + 4] = wrong[i];
         find_file(s, path);
         assert_int_equal(state_file_write(s->folder, &kind, strrchr(path, '/') + 1, &kept, sizeof(kept)), 0);
