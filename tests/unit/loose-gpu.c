@@ -52,7 +52,8 @@ struct Gpu {
     uint32_t random;
     unsigned favourite; /* a queue that runs ahead, or GPU_QUEUE_X_MAX */
     LooseCommand *first[GPU_QUEUE_X_MAX], *last[GPU_QUEUE_X_MAX];
-    uint64_t used[GPU_PURPOSE_X_MAX], n_uploads, n_commands, tile_bytes; /* of uploads to the ring */
+    uint64_t used[GPU_PURPOSE_X_MAX], n_uploads, n_commands, tile_bytes /* to the ring */, home_bytes /* of pages on their way home */,
+        unshare_bytes /* of blocks copied because others share them */;
     int64_t fail_at; /* this many calls from now one fails; negative: none */
     bool lost;
 };
@@ -243,6 +244,13 @@ GpuBuffer *gpu_buffer_free(GpuBuffer *buffer)
     return NULL;
 }
 
+static void loose_count(Gpu *gpu, const char *label, uint64_t bytes)
+{
+    gpu->tile_bytes += strcmp(label, "kv tile") == 0 ? bytes : 0;
+    gpu->home_bytes += strcmp(label, "kv home") == 0 ? bytes : 0;
+    gpu->unshare_bytes += strcmp(label, "kv unshare") == 0 ? bytes : 0;
+}
+
 static void loose_copy(LooseCommand *command)
 {
     memmove(command->to, command->from, command->bytes);
@@ -259,8 +267,7 @@ int gpu_upload(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t offset, const v
 {
     (void)loose_at(to, offset, bytes);
     gpu->n_uploads++;
-    if (strcmp(label, "kv tile") == 0)
-        gpu->tile_bytes += bytes;
+    loose_count(gpu, label, bytes);
     return loose_queue(gpu, queue, &(LooseCommand){.run = loose_copy, .to = to->data + offset, .from = from, .bytes = bytes}, wait,
                        ret_event);
 }
@@ -268,7 +275,7 @@ int gpu_upload(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t offset, const v
 int gpu_download(Gpu *gpu, GpuQueue queue, const GpuBuffer *from, uint64_t offset, void *to, uint64_t bytes, GpuWait wait,
                  const char *label, GpuEvent **ret_event)
 {
-    (void)label;
+    loose_count(gpu, label, bytes);
     return loose_queue(gpu, queue,
                        &(LooseCommand){.run = loose_copy, .to = to, .from = loose_at(from, offset, bytes), .bytes = bytes}, wait,
                        ret_event);
@@ -277,7 +284,7 @@ int gpu_download(Gpu *gpu, GpuQueue queue, const GpuBuffer *from, uint64_t offse
 int gpu_copy(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t to_offset, const GpuBuffer *from, uint64_t from_offset,
              uint64_t bytes, GpuWait wait, const char *label, GpuEvent **ret_event)
 {
-    (void)label;
+    loose_count(gpu, label, bytes);
     (void)loose_at(to, to_offset, bytes);
     return loose_queue(gpu, queue,
                        &(LooseCommand){.run = loose_copy,
