@@ -120,7 +120,8 @@ struct KvStore {
     GpuEvent *last_home;    /* the last of all; the queue is in order */
 };
 
-#define KV_TIMEOUT_USEC (10 * 1000 * 1000)
+/* As long as a pass may take: a driver may compile in it, on a machine that has other things to do. */
+#define KV_TIMEOUT_USEC (60 * 1000 * 1000)
 
 static inline KvHomeEvents kv_store_home(const KvStore *store)
 {

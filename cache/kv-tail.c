@@ -5,7 +5,7 @@
 #include "cache/kv-error.h"
 
 /* A copy of a tail takes milliseconds; a device that needs longer is hung. */
-#define SAVED_TIMEOUT_USEC (10 * 1000 * 1000)
+#define SAVED_TIMEOUT_USEC (60 * 1000 * 1000)
 
 int kv_tails_init(KvTails *tails, Gpu *gpu, uint32_t n_slots, uint64_t slot_bytes, KvBudget *host_budget, ErrorDetail *reterr)
 {

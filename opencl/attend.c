@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#define TABLE_TIMEOUT_USEC 30000000
+#define TABLE_TIMEOUT_USEC (60 * 1000 * 1000)
 #define NO_GROUPS          65536u /* GROUP_DIMS of a form without groups: all dims are in the first */
 
 Attend *attend_free(Attend *attend)
