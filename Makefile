@@ -207,7 +207,7 @@ check-layers:
 
 .PHONY: bench
 bench: packages
-	$(Q)$(MAKE) --no-print-directory programs benches
+	$(Q)$(MAKE) --no-print-directory programs benches sim
 	$(Q)tests/bench/run-bench $(BUILD)
 
 .PHONY: benches

@@ -6,6 +6,9 @@
 
 #include <string.h>
 
+#define PIECES      4
+#define PIECE_LEAST (256u << 10) /* below that a copy's own cost counts */
+
 /* Loads of the longest tile. */
 static uint32_t most_loads(const KvSizes *sizes)
 {
@@ -89,9 +92,19 @@ static int copy_stretch(KvRing *ring, KvRingSlot *slot, const KvRingLayer *layer
                       stretch->n * page_bytes, wait, "kv tile", &slot->filled);
 }
 
+/* Pages that go in one copy.  What is fetched for the next pass comes piece by piece: that pass's own inputs share the link, and would wait for
+ * the whole tile that is under way when they are queued. */
+static uint32_t most_pages(const KvRing *ring, const KvRingLayer *layer)
+{
+    uint64_t bytes = MAX(gpu_buffer_bytes(ring->slots[0].buffer) / PIECES, (uint64_t)PIECE_LEAST);
+
+    return ring->next ? (uint32_t)MAX(bytes / layer->arenas->options.page_bytes, (uint64_t)1) : UINT32_MAX;
+}
+
 /* Queues the copies of one tile into its slot: full blocks, one after the other in an arena, are one. */
 static int slot_fill(KvRing *ring, KvRingSlot *slot, const KvTile *tile, const KvLoad *loads, const KvRingLayer *layer, GpuWait wait)
 {
+    uint32_t most = most_pages(ring, layer);
     Stretch stretch = {0};
     int r;
 
@@ -107,7 +120,7 @@ static int slot_fill(KvRing *ring, KvRingSlot *slot, const KvTile *tile, const K
         for (uint32_t k = load->block->first_page; k < load->n_pages; k++) {
             uint32_t from = load->block->pages[k], to = i * KV_BLOCK_PAGES + k;
 
-            if (stretch.arena == load->block->arena && stretch.from + stretch.n == from && stretch.to + stretch.n == to) {
+            if (stretch.arena == load->block->arena && stretch.n < most && stretch.from + stretch.n == from && stretch.to + stretch.n == to) {
                 stretch.n++;
                 continue;
             }

@@ -60,15 +60,11 @@ static int prepare_batch(Model *model, const ModelItem *items, uint32_t n_items,
 
 static int upload_batch(Model *model, const Batch *batch)
 {
-    uint64_t rows_at = (uint64_t)model->options.max_rows * sizeof(int32_t);
-    int r;
+    /* In one: every copy on its own waits behind what is on its way into the rings. */
+    uint64_t n = batch->n_logits ? (uint64_t)model->options.max_rows + batch->n_logits : batch->n_rows;
 
-    r = gpu_upload(model->gpu, GPU_QUEUE_COMPUTE, model->input, 0, model->host_input, batch->n_rows * sizeof(int32_t), GPU_WAIT_NONE,
-                   "token ids", NULL);
-    if (!r && batch->n_logits)
-        r = gpu_upload(model->gpu, GPU_QUEUE_COMPUTE, model->input, rows_at, model->host_input + model->options.max_rows,
-                       batch->n_logits * sizeof(int32_t), GPU_WAIT_NONE, "logit rows", NULL);
-    return r;
+    return gpu_upload(model->gpu, GPU_QUEUE_COMPUTE, model->input, 0, model->host_input, n * sizeof(int32_t), GPU_WAIT_NONE, "token ids",
+                      NULL);
 }
 
 /* ---- embedding ------------------------------------------------------------------------------------------------------------------ */

@@ -4,7 +4,8 @@
  * the same bytes; and of prefill chunks at the deepest cache.  Pages hold random bytes with sane scales: the work does not depend on
  * values.  Many layers' pages rotate, so that nothing stays in the caches.  Medians;
  * with LEAT_BENCH_CPU_TIME, for a busy machine, the least CPU time of all threads.
- * bench-attend [K_BITS V_BITS [N_HEADS N_KV K_HEAD_DIM [V_HEAD_DIM]]]; bits 16: form f16.  LEAT_BENCH_KERNELS picks AttendKernels by number.
+ * bench-attend [K_BITS V_BITS [N_HEADS N_KV K_HEAD_DIM [V_HEAD_DIM]]]; bits 16: form f16.  LEAT_BENCH_FORM names another coded form than leat,
+ * LEAT_BENCH_KERNELS picks AttendKernels by number, LEAT_BENCH_DEPTH=N measures decode at one depth and nothing else.
  */
 
 #include "opencl/attend-internal.h"
@@ -275,7 +276,7 @@ int main(int argc, char **argv)
     GpuOptions gpu_options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
     KvForm form = choose_form(k_bits, v_bits);
     KvShape shape = {9, 3, 64, 64, 64};
-    const char *kernels = getenv("LEAT_BENCH_KERNELS");
+    const char *kernels = getenv("LEAT_BENCH_KERNELS"), *only = getenv("LEAT_BENCH_DEPTH");
     Bench b = {0};
 
     if (argc > 5)
@@ -285,16 +286,21 @@ int main(int argc, char **argv)
                                 .max_rows = MAX_ROWS, .max_refs = 1024, .max_pages = 4096,
                                 .kernels = kernels ? (AttendKernels)atoi(kernels) : ATTEND_KERNELS_AUTO};
     make(&b, &gpu_options);
-    printf("%s; K %d V %d bits, %u/%u heads of %u/%u, kernels %d\n", gpu_info(b.gpu)->name, k_bits, v_bits, shape.n_heads, shape.n_kv_heads,
+    if (!only)
+        printf("%s; K %d V %d bits, %u/%u heads of %u/%u, kernels %d\n", gpu_info(b.gpu)->name, k_bits, v_bits, shape.n_heads, shape.n_kv_heads,
            shape.k_head_dim, shape.v_head_dim, (int)b.attend->kernels);
     for (size_t i = 0; i < N_ELEMENTS(depths); i++) {
-        Work w = work_new(&b, 1, depths[i] / KV_PAGE_TOKENS);
+        Work w = work_new(&b, 1, (only ? (uint32_t)atoi(only) : depths[i]) / KV_PAGE_TOKENS);
         double tile = measure(&b, &w, false, N_REPEATS), whole = measure(&b, &w, true, N_REPEATS), bytes = measure_read(&b, &w);
 
+        if (only) {
+            printf("{\"tile_usec\": %.2f, \"layer_usec\": %.2f, \"read_usec\": %.2f}\n", tile, whole, bytes);
+            return EXIT_SUCCESS;
+        }
         printf("decode at %5u: tile %7.1f us, whole layer %7.1f us, reading %7.1f us, ratio %.2f\n", depths[i], tile, whole, bytes,
                tile / bytes);
     }
-    for (size_t i = 0; i < N_ELEMENTS(chunks) && !getenv("LEAT_BENCH_DECODE"); i++) {
+    for (size_t i = 0; i < N_ELEMENTS(chunks); i++) {
         Work w = work_new(&b, chunks[i], 8064 / KV_PAGE_TOKENS);
 
         w.n_layers = 4;

@@ -92,9 +92,10 @@ static void settle(SimEvent *event, cl_int status)
 {
     SimDependent *dependents;
 
-    (void)sim.next.clSetUserEventStatus(event->order, CL_COMPLETE);
+    /* What waits for the copy by name first: kernels of other queues.  Each call takes the time that the driver needs to wake a worker. */
     if (event->object.handle != event->order)
         (void)sim.next.clSetUserEventStatus(event->object.handle, status);
+    (void)sim.next.clSetUserEventStatus(event->order, CL_COMPLETE);
     sim_lock();
     /* Not before the driver knows: what was enqueued until then may fail with it. */
     event->settled = true;
@@ -131,11 +132,15 @@ void event_set(SimEvent *event, cl_int status)
         (void)pthread_cond_broadcast(&sim.changed);
     }
     sim_unlock();
+    /* The next copy may begin now, not when the driver is done with what it wakes. */
+    if (status == CL_COMPLETE)
+        advance(followers, status);
     if (status <= CL_COMPLETE)
         settle(event, status);
-    if (status < 0)
+    if (status < 0) {
         (void)pthread_mutex_unlock(&sim.enqueuing);
-    advance(followers, status);
+        advance(followers, status);
+    }
     sim_lock();
     callbacks_queue(event, status);
     sim_unlock();
