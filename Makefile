@@ -196,9 +196,9 @@ SOAK_SECONDS ?= 3600
 soak: packages
 	$(Q)$(MAKE) --no-print-directory programs $(BUILD)/tests/parity/test-cache-random $(BUILD)/tests/bus/test-bus-soak
 	$(Q)export LEAT_TEST_DATA=tests/data LEAT_TEST_CACHE=$${LEAT_TEST_CACHE:-$(BUILD)/test-cache} && mkdir -p $$LEAT_TEST_CACHE && \
-	  LEAT_SOAK_SECONDS=$$(($(SOAK_SECONDS) / 6)) $(BUILD)/tests/bus/test-bus-soak && \
+	  status=0; LEAT_SOAK_SECONDS=$$(($(SOAK_SECONDS) / 6)) $(BUILD)/tests/bus/test-bus-soak || status=1; \
 	  LEAT_RANDOM_WIDE=1 LEAT_RANDOM_SECONDS=$(SOAK_SECONDS) \
-	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random
+	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random || status=1; exit $$status
 
 # Includes go down only: daemon -> cache -> opencl -> quant; inside daemon: bus -> engine -> {model, text}.
 .PHONY: check-layers

@@ -302,21 +302,23 @@ static void close_session(Client *client)
     forget(session);
 }
 
-/* Another session takes over what was saved, when it is of the same model and form; a damaged file is refused and changes nothing. */
+/* Another session takes over what was saved, when it is of the same model and form; a damaged file is refused and changes nothing.  The model
+ * may be unloaded in the middle, which is said: Cancelled. */
 static void save_and_restore(Client *client)
 {
     _cleanup_(close_fdp) int file = memfd_create("session", MFD_CLOEXEC);
     ClientSession *session = some_session(client), *other = some_session(client);
     bool same, damaged = pick(client, 3) == 0;
+    sd_bus_message *reply;
     off_t size;
     char byte;
 
-    if (!session || !other)
-        return;
     /* Nothing to save: InvalidArgs. */
-    sd_bus_message_unref(try_session(client, session, "Save", SD_BUS_ERROR_INVALID_ARGS, "h", file));
-    if ((size = lseek(file, 0, SEEK_END)) == 0)
+    if (!session || !other || !(reply = try_session(client, session, "Save", SD_BUS_ERROR_INVALID_ARGS " " ERROR("Cancelled"), "h", file)))
         return;
+    sd_bus_message_unref(reply);
+    size = lseek(file, 0, SEEK_END);
+    assert_true(size > 0);
     same = session->model == other->model && session->policy->form == other->policy->form;
     if (damaged) {
         off_t at = (off_t)pick(client, (uint64_t)size);
@@ -326,7 +328,10 @@ static void save_and_restore(Client *client)
         assert_int_equal(pwrite(file, &byte, 1, at), 1);
     }
     sd_bus_message_unref(try_session(client, other, "Restore",
-                                     damaged ? SD_BUS_ERROR_INVALID_ARGS " " ERROR("DigestMismatch") : same ? NULL : ERROR("DigestMismatch"), "h", file));
+                                     damaged ? SD_BUS_ERROR_INVALID_ARGS " " ERROR("DigestMismatch") " " ERROR("Cancelled")
+                                     : same  ? ERROR("Cancelled")
+                                             : ERROR("DigestMismatch") " " ERROR("Cancelled"),
+                                     "h", file));
 }
 
 /* Long enough for caches to go to files. */
