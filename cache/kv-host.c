@@ -399,8 +399,12 @@ static int run_sequence(const KvHost *host, uint32_t l, KvHostPast *past, float 
     new_k = kv_held_view(held_k, 0, held_k->n_tokens);
     new_v = kv_held_view(held_v, 0, held_v->n_tokens);
     r = kv_compat_update(past->next, l, &new_k, &new_v, &k, &v, reterr);
-    if (r)
-        return r == -ENOMEM ? error_origin(KV_E_HOST_MEMORY) : error_detail_set(reterr, -EINVAL, "cache: layer %u cannot be quantised so", l);
+    if (r == -ENOMEM)
+        return error_origin(KV_E_HOST_MEMORY);
+    if (r) {
+        error_detail_prefix(reterr, "cache: layer %u", l); /* which key and why is there */
+        return error_origin(-EINVAL);
+    }
     for (uint32_t t = 0; t < past->n_tokens; t++)
         attend_row(host, layer, &k, &v, past->length + t + 1, rows + t * qkv_width(&layer->shape),
                    out + (size_t)t * layer->shape.n_heads * layer->shape.v_head_dim);

@@ -236,7 +236,7 @@ static int budget_rest(const KvSizes *sizes, uint64_t *ret, ErrorDetail *reterr)
         return 0;
     if (sizes->policy.device_budget_bytes < fixed)
         return error_detail_set(reterr, KV_E_DEVICE_MEMORY,
-                                "cache: the recent tokens of %u sequences need %llu bytes on the device, its budget is %llu",
+                                "cache: the recent tokens of %u sequences need %llu bytes on the device, device-budget is %llu",
                                 sizes->n_sequences, (unsigned long long)fixed,
                                 (unsigned long long)sizes->policy.device_budget_bytes);
     *ret = sizes->policy.device_budget_bytes - fixed;
@@ -281,7 +281,7 @@ static int plan_fill(const GpuInfo *info, const KvModel *model, KvSizes *sizes, 
             plan->tile_blocks = sizes->sections[s].tile_blocks;
     sizes->policy.tile_blocks = plan->tile_blocks;
     if (plan->device_page_bytes > sizes->device_page_limit_bytes)
-        return error_detail_set(reterr, KV_E_DEVICE_MEMORY, "cache: pages need %llu bytes on the device, its budget leaves %llu",
+        return error_detail_set(reterr, KV_E_DEVICE_MEMORY, "cache: pages need %llu bytes on the device, device-budget leaves %llu",
                                 (unsigned long long)plan->device_page_bytes,
                                 (unsigned long long)sizes->device_page_limit_bytes);
     return 0;

@@ -249,7 +249,7 @@ static int call_read_cache_value(const CallKey *key, const char *name, sd_bus_me
         return error_trace(r);
     type = contents[0];
     if (contents[1] || !strchr("suitxdb", type))
-        return bus_error_invalid(error, "option %s: key %.64s has type %.32s, not a text, number or boolean", key->name, name, contents);
+        return bus_error_invalid(error, "option %s: cache key '%.64s' has type %.32s, not a text, number or boolean", key->name, name, contents);
     if ((r = sd_bus_message_enter_container(m, 'v', contents)) < 0 || (r = sd_bus_message_read_basic(m, type, &value)) < 0)
         return error_trace(r);
     if (type == 's' && strlen(value.s) >= size)
@@ -271,8 +271,12 @@ static int call_read_cache_value(const CallKey *key, const char *name, sd_bus_me
     return sd_bus_message_exit_container(m);
 }
 
+#define CALL_MAX_CACHE_KEYS 64
+
 static int call_read_cache(const CallKey *key, sd_bus_message *m, CallOptions *options, sd_bus_error *error)
 {
+    const char *names[CALL_MAX_CACHE_KEYS]; /* of the message */
+    size_t n_names = 0;
     int r = sd_bus_message_enter_container(m, 'a', "{sv}");
 
     if (r < 0)
@@ -288,6 +292,10 @@ static int call_read_cache(const CallKey *key, sd_bus_message *m, CallOptions *o
             return r;
         if ((r = config_cache_set(&options->cache, name, value, &detail)) != 0)
             return bus_error_invalid(error, "option %s: %s", key->name, detail.text[0] ? detail.text : "invalid");
+        for (size_t i = 0; i < n_names; i++)
+            if (config_cache_same_key(names[i], name))
+                return bus_error_invalid(error, "option %s: cache key '%s' is given twice", key->name, name);
+        names[n_names++] = name; /* all are known and none comes twice: they cannot be too many */
         if ((r = sd_bus_message_exit_container(m)) < 0)
             return error_trace(r);
     }
@@ -350,15 +358,21 @@ void call_options_clear(CallOptions *options)
 static int call_unknown_key(const char *name, uint64_t allowed, sd_bus_error *error)
 {
     const char *known[CALL_OPTION_X_MAX], *nearest;
-    size_t n = 0;
+    char list[512] = "";
+    size_t n = 0, used = 0;
 
     for (size_t i = 0; i < N_ELEMENTS(call_keys); i++)
-        if (allowed & CALL_OPTION_BIT(i))
+        if (allowed & CALL_OPTION_BIT(i)) {
             known[n++] = call_keys[i].name;
+            if (used < sizeof(list))
+                used += (size_t)snprintf(list + used, sizeof(list) - used, "%s%s", n > 1 ? ", " : "", call_keys[i].name);
+        }
     nearest = config_nearest(name, known, n);
     if (nearest)
         return bus_error_invalid(error, "unknown option \"%.64s\"; did you mean %s?", name, nearest);
-    return bus_error_invalid(error, "unknown option \"%.64s\"%s", name, n ? "" : "; this method takes none");
+    if (n == 0)
+        return bus_error_invalid(error, "unknown option \"%.64s\"; this method takes none", name);
+    return bus_error_invalid(error, "unknown option \"%.64s\"; known are %s", name, list);
 }
 
 /* One entry {sv}, entered. */

@@ -78,6 +78,18 @@ static int bus_request_check_stream(const CallOptions *options, sd_bus_error *er
     return 0;
 }
 
+/* What says how beams end and are ranked. */
+static int bus_request_check_beams(const CallOptions *options, sd_bus_error *error)
+{
+    const char *name = call_options_have(options, CALL_OPTION_EARLY_STOPPING)  ? "early-stopping"
+                       : call_options_have(options, CALL_OPTION_LENGTH_PENALTY) ? "length-penalty"
+                                                                                : NULL;
+
+    if (!name || options->sampling.num_beams > 1)
+        return 0;
+    return bus_error_invalid(error, "option %s has no meaning without num-beams from 2 to %d", name, ENGINE_MAX_BEAMS);
+}
+
 /* Sources that exclude each other. */
 static int bus_request_check(const BusRequest *request, sd_bus_error *error)
 {
@@ -87,7 +99,8 @@ static int bus_request_check(const BusRequest *request, sd_bus_error *error)
 
     if (request->kind == BUS_JOB_EVALUATE || request->kind == BUS_JOB_LOAD)
         return 0;
-    if (request->kind != BUS_JOB_ASK && (r = bus_request_check_stream(options, error)) < 0)
+    if ((request->kind != BUS_JOB_ASK && (r = bus_request_check_stream(options, error)) < 0) ||
+        (r = bus_request_check_beams(options, error)) < 0)
         return r;
     if (options->prompts && (has_ids || has_fd || bus_request_has_argument(request)))
         return bus_error_invalid(error, "with option prompts the prompt must be empty, and options ids and prompt-fd are excluded");

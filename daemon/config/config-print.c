@@ -47,19 +47,19 @@ static void print_cache(FILE *file, const char *indent, const ConfigCache *cache
     const char *divider = "";
 
     (void)fprintf(file, "%scache: {", indent);
-#define PRINT(has, ...)                                                                                                                     \
-    if (cache->has) {                                                                                                                      \
+#define PRINT(key, ...)                                                                                                                     \
+    if (cache->written & 1u << CONFIG_CACHE_##key) {                                                                                       \
         (void)fputs(divider, file);                                                                                                        \
         (void)fprintf(file, __VA_ARGS__);                                                                                                  \
         divider = ", ";                                                                                                                    \
     }
-    PRINT(has_strategy, "strategy: %s", kv_strategy_to_string(cache->strategy))
-    PRINT(has_offload_only_non_sliding, "offload_only_non_sliding: %s", cache->offload_only_non_sliding ? "true" : "false")
-    PRINT(has_max_cache_len, "max_cache_len: %" PRIu32, cache->max_cache_len)
-    PRINT(has_prefetch, "prefetch: %" PRIu32, cache->prefetch)
-    PRINT(has_transfer, "transfer: %s", transfers[cache->transfer])
-    PRINT(has_host_memory, "host-memory: %" PRIu64, cache->host_memory_bytes)
-    PRINT(has_device_budget, "device-budget: %" PRIu64, cache->device_budget_bytes)
+    PRINT(STRATEGY, "strategy: %s", kv_strategy_to_string(cache->strategy))
+    PRINT(OFFLOAD_ONLY_NON_SLIDING, "offload_only_non_sliding: %s", cache->offload_only_non_sliding ? "true" : "false")
+    PRINT(MAX_CACHE_LEN, "max_cache_len: %" PRIu32, cache->max_cache_len)
+    PRINT(PREFETCH, "prefetch: %" PRIu32, cache->prefetch)
+    PRINT(TRANSFER, "transfer: %s", transfers[cache->transfer])
+    PRINT(HOST_MEMORY, "host-memory: %" PRIu64, cache->host_memory_bytes)
+    PRINT(DEVICE_BUDGET, "device-budget: %" PRIu64, cache->device_budget_bytes)
 #undef PRINT
     if (cache->quant.written) {
         (void)fprintf(file, "%squant: {", divider);

@@ -247,8 +247,15 @@ void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret,
     (void)snprintf(ret, size, "%d", quant->values[key]);
 }
 
+static int16_t quant_backend(const ConfigQuant *quant)
+{
+    return quant->written & 1u << CONFIG_QUANT_BACKEND ? quant->values[CONFIG_QUANT_BACKEND] : KV_FORM_LEAT;
+}
+
 void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from)
 {
+    if (from->written & 1u << CONFIG_QUANT_BACKEND && quant_backend(from) != quant_backend(to))
+        *to = (ConfigQuant){.written = to->written & 1u << CONFIG_QUANT_KLD_BUDGET, .kld_budget = to->kld_budget};
     for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
         if (from->written & 1u << key)
             to->values[key] = from->values[key];
@@ -262,43 +269,93 @@ void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from)
 }
 
 /* fp8 has one scale a layer and keeps no residual. */
-static int quant_check_fp8(const ConfigQuant *quant, KvFormKind kind, ErrorDetail *reterr)
+static int quant_check_fp8(const ConfigQuant *quant, KvFormKind kind, ConfigQuantKey *ret_key, ErrorDetail *reterr)
 {
     static const ConfigQuantKey refused[] = {CONFIG_QUANT_GROUP, CONFIG_QUANT_RESIDUAL};
 
     for (size_t i = 0; i < N_ELEMENTS(refused); i++)
-        if (kind == KV_FORM_FP8 && quant->written & 1u << refused[i])
+        if (kind == KV_FORM_FP8 && quant->written & 1u << refused[i]) {
+            *ret_key = refused[i];
             return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for backend fp8: it has neither groups nor a residual",
                                     quant_keys[refused[i]].name);
+        }
     return 0;
 }
 
-static int quant_check_pages(const ConfigQuant *quant, ErrorDetail *reterr)
+/* Of numbers that Transformers takes as well: what pages do. */
+static int quant_check_pages(const ConfigQuant *quant, ConfigQuantKey *ret_key, ErrorDetail *reterr)
 {
-    const int32_t *v = quant->values;
+    static const struct {
+        ConfigQuantKey key;
+        int min, max, step;
+    } of_pages[] = {{CONFIG_QUANT_GROUP, 16, 128, 16}, {CONFIG_QUANT_RESIDUAL, 0, KV_MAX_TAIL_TOKENS, KV_PAGE_TOKENS}};
 
-    if (quant->written & 1u << CONFIG_QUANT_GROUP && (v[CONFIG_QUANT_GROUP] < 16 || v[CONFIG_QUANT_GROUP] > 128))
-        return error_detail_set(reterr, -EINVAL, "quant.q_group_size %d is out of range: pages have groups of 16 to 128", v[CONFIG_QUANT_GROUP]);
-    if (quant->written & 1u << CONFIG_QUANT_RESIDUAL && v[CONFIG_QUANT_RESIDUAL] > KV_MAX_TAIL_TOKENS)
-        return error_detail_set(reterr, -EINVAL, "quant.residual_length %d is out of range: 0 to %d beside pages", v[CONFIG_QUANT_RESIDUAL],
-                                KV_MAX_TAIL_TOKENS);
+    for (size_t i = 0; i < N_ELEMENTS(of_pages); i++) {
+        ConfigQuantKey key = of_pages[i].key;
+        int32_t value = quant->values[key];
+
+        if (!(quant->written & 1u << key) || (value >= of_pages[i].min && value <= of_pages[i].max && value % of_pages[i].step == 0))
+            continue;
+        *ret_key = key;
+        return error_detail_set(reterr, -EINVAL, "quant.%s %d: must be a multiple of %d from %d to %d", quant_keys[key].name, value,
+                                of_pages[i].step, of_pages[i].min, of_pages[i].max);
+    }
     return 0;
 }
 
 /* Pages hold groups that lie within a token's head: the axis that gives these. */
-static int quant_check_axis(const ConfigQuant *quant, ConfigQuantKey key, KvFormKind kind, ErrorDetail *reterr)
+static int quant_check_axes(const ConfigQuant *quant, KvFormKind kind, ConfigQuantKey *ret_key, ErrorDetail *reterr)
 {
     int axis = kind == KV_FORM_QUANTO ? 0 : 1;
 
-    if (!(quant->written & 1u << key))
-        return 0;
-    if (kind != KV_FORM_QUANTO && kind != KV_FORM_HQQ)
-        return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for backend %s: hqq and quanto have axes",
-                                quant_keys[key].name, kv_form_kind_to_string(kind));
-    if (quant->values[key] != axis)
-        return error_detail_set(reterr, -EINVAL, "quant.%s %d: pages of %s need %d, where a group lies within a token's head",
-                                quant_keys[key].name, quant->values[key], kv_form_kind_to_string(kind), axis);
+    for (int key = CONFIG_QUANT_AXIS_KEY; key <= CONFIG_QUANT_AXIS_VALUE; key++) {
+        if (!(quant->written & 1u << key))
+            continue;
+        *ret_key = (ConfigQuantKey)key;
+        if (kind != KV_FORM_QUANTO && kind != KV_FORM_HQQ)
+            return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning for backend %s: hqq and quanto have axes",
+                                    quant_keys[key].name, kv_form_kind_to_string(kind));
+        if (quant->values[key] != axis)
+            return error_detail_set(reterr, -EINVAL, "quant.%s %d: pages of %s need %d, where a group lies within a token's head",
+                                    quant_keys[key].name, quant->values[key], kv_form_kind_to_string(kind), axis);
+    }
     return 0;
+}
+
+/* Bits that the backend's pages have not. */
+static int quant_check_bits(KvFormKind kind, ConfigQuantKey key, uint8_t bits, ErrorDetail *reterr)
+{
+    uint32_t allowed = kv_form_bits(kind);
+    char list[40] = "";
+
+    if (bits == KV_BITS_AUTO || allowed & 1u << bits)
+        return 0;
+    for (unsigned b = 31; b > 0; b--)
+        if (allowed & 1u << b)
+            (void)snprintf(list + strlen(list), sizeof(list) - strlen(list), "%s%u",
+                           !list[0] ? "" : allowed & ((1u << b) - 1) ? ", " : " and ", b);
+    return error_detail_set(reterr, -EINVAL, "quant.%s %u: backend %s keeps pages of %s bits", quant_keys[key].name, bits,
+                            kv_form_kind_to_string(kind), list);
+}
+
+/* Automatic bits: whatever they will be. */
+static int quant_check_form(KvForm form, ConfigQuantKey *ret_key, ErrorDetail *reterr)
+{
+    uint32_t allowed = kv_form_bits(form.kind);
+    uint8_t most = allowed ? (uint8_t)(31 - __builtin_clz(allowed)) : 0;
+    int r = quant_check_bits(form.kind, *ret_key = CONFIG_QUANT_NBITS_KEY, form.k_bits, reterr);
+
+    if (!r)
+        r = quant_check_bits(form.kind, *ret_key = CONFIG_QUANT_NBITS_VALUE, form.v_bits, reterr);
+    if (r)
+        return r;
+    form.k_bits = form.k_bits == KV_BITS_AUTO ? most : form.k_bits;
+    form.v_bits = form.v_bits == KV_BITS_AUTO ? most : form.v_bits;
+    *ret_key = CONFIG_QUANT_LEVELS; /* all that is left */
+    r = kv_form_check(form, reterr);
+    if (r)
+        error_detail_prefix(reterr, "quant.levels");
+    return r;
 }
 
 bool config_quant_is_compatible(const ConfigQuant *quant)
@@ -307,24 +364,30 @@ bool config_quant_is_compatible(const ConfigQuant *quant)
 }
 
 /* As Transformers' cache_config takes it; one number of bits for both sides. */
-int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ErrorDetail *reterr)
+int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ConfigQuantKey *ret_key, ErrorDetail *reterr)
 {
     static const ConfigQuantKey ours[] = {CONFIG_QUANT_SINKS, CONFIG_QUANT_CENTRE, CONFIG_QUANT_ROTATE, CONFIG_QUANT_PAIR_SCALE,
                                           CONFIG_QUANT_LEVELS, CONFIG_QUANT_NBITS_LAYERS};
     const int32_t *v = quant->values;
     bool has[CONFIG_QUANT_X_MAX];
+    ErrorDetail detail = ERROR_DETAIL_NULL;
     KvQuantRequest request;
     int r;
 
     for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
         has[key] = quant->written & 1u << key;
     has[CONFIG_QUANT_NBITS_LAYERS] = quant->n_layers > 0;
+    *ret_key = CONFIG_QUANT_COMPATIBILITY;
     if (!has[CONFIG_QUANT_BACKEND] || v[CONFIG_QUANT_BACKEND] == KV_FORM_LEAT)
         return error_detail_set(reterr, -EINVAL, "quant.compatibility needs quant.backend hqq, quanto or fp8");
     for (size_t i = 0; i < N_ELEMENTS(ours); i++)
-        if (has[ours[i]])
+        if (has[ours[i]]) {
+            *ret_key = ours[i];
             return error_detail_set(reterr, -EINVAL, "quant.%s has no meaning with quant.compatibility", quant_keys[ours[i]].name);
-    if (has[CONFIG_QUANT_NBITS_KEY] != has[CONFIG_QUANT_NBITS_VALUE] || v[CONFIG_QUANT_NBITS_KEY] != v[CONFIG_QUANT_NBITS_VALUE])
+        }
+    *ret_key = has[CONFIG_QUANT_NBITS_VALUE] ? CONFIG_QUANT_NBITS_VALUE : CONFIG_QUANT_NBITS_KEY;
+    if (has[CONFIG_QUANT_NBITS_KEY] != has[CONFIG_QUANT_NBITS_VALUE] ||
+        (has[CONFIG_QUANT_NBITS_KEY] && v[CONFIG_QUANT_NBITS_KEY] != v[CONFIG_QUANT_NBITS_VALUE]))
         return error_detail_set(reterr, -EINVAL, "quant.compatibility has one number of bits for keys and values: use quant.nbits");
     if (has[CONFIG_QUANT_NBITS_KEY] && v[CONFIG_QUANT_NBITS_KEY] == KV_BITS_AUTO)
         return error_detail_set(reterr, -EINVAL, "quant.nbits auto has no meaning with quant.compatibility: give a number");
@@ -341,10 +404,14 @@ int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, Error
         .q_group_size = v[CONFIG_QUANT_GROUP],
         .residual_length = v[CONFIG_QUANT_RESIDUAL],
     };
-    r = kv_quant_options(&request, ret, reterr);
-    if (r)
-        error_detail_prefix(reterr, "quant");
-    return r;
+    r = kv_quant_options(&request, ret, &detail);
+    if (!r)
+        return 0;
+    /* It begins with the key's name. */
+    for (int key = 0; key < CONFIG_QUANT_X_MAX; key++)
+        if (has[key] && strncmp(detail.text, quant_keys[key].name, strcspn(detail.text, " :")) == 0)
+            *ret_key = (ConfigQuantKey)key;
+    return error_detail_set(reterr, r, "quant.%s", detail.text);
 }
 
 /* Bits that are written, else the backend's own: leat's are chosen for the model. */
@@ -376,25 +443,11 @@ static void quant_set_recipe(const ConfigQuant *quant, KvForm *f)
         f->levels = (KvLevels)v[CONFIG_QUANT_LEVELS];
 }
 
-/* With automatic bits, whatever they will be. */
-static int quant_check_form(KvForm form, ErrorDetail *reterr)
-{
-    uint32_t allowed = kv_form_bits(form.kind);
-    uint8_t most = allowed ? (uint8_t)(31 - __builtin_clz(allowed)) : 0;
-    int r;
-
-    form.k_bits = form.k_bits == KV_BITS_AUTO ? most : form.k_bits;
-    form.v_bits = form.v_bits == KV_BITS_AUTO ? most : form.v_bits;
-    r = kv_form_check(form, reterr);
-    if (r)
-        error_detail_prefix(reterr, "quant");
-    return r;
-}
-
-static int quant_check_layers(const ConfigQuant *quant, KvForm form, ErrorDetail *reterr)
+static int quant_check_layers(const ConfigQuant *quant, KvForm form, ConfigQuantKey *ret_key, ErrorDetail *reterr)
 {
     int r = 0;
 
+    *ret_key = CONFIG_QUANT_NBITS_LAYERS;
     for (uint32_t i = 0; i < quant->n_layers && !r; i++) {
         char text[32];
 
@@ -408,29 +461,26 @@ static int quant_check_layers(const ConfigQuant *quant, KvForm form, ErrorDetail
     return r;
 }
 
-int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ErrorDetail *reterr)
+int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ConfigQuantKey *ret_key, ErrorDetail *reterr)
 {
     KvForm f = policy->form;
     int r;
 
-    r = quant_check_pages(quant, reterr);
+    r = quant_check_pages(quant, ret_key, reterr);
     if (r)
         return r;
-
     if (quant->written & 1u << CONFIG_QUANT_BACKEND && quant->values[CONFIG_QUANT_BACKEND] != (int32_t)f.kind)
         f = kv_form_default((KvFormKind)quant->values[CONFIG_QUANT_BACKEND]);
     f.k_bits = quant_bits(quant, CONFIG_QUANT_NBITS_KEY, f.kind, f.k_bits);
     f.v_bits = quant_bits(quant, CONFIG_QUANT_NBITS_VALUE, f.kind, f.v_bits);
     quant_set_recipe(quant, &f);
-    r = quant_check_axis(quant, CONFIG_QUANT_AXIS_KEY, f.kind, reterr);
+    r = quant_check_axes(quant, f.kind, ret_key, reterr);
     if (!r)
-        r = quant_check_axis(quant, CONFIG_QUANT_AXIS_VALUE, f.kind, reterr);
+        r = quant_check_fp8(quant, f.kind, ret_key, reterr);
     if (!r)
-        r = quant_check_fp8(quant, f.kind, reterr);
+        r = quant_check_form(f, ret_key, reterr);
     if (!r)
-        r = quant_check_form(f, reterr);
-    if (!r)
-        r = quant_check_layers(quant, f, reterr);
+        r = quant_check_layers(quant, f, ret_key, reterr);
     if (r)
         return r;
     policy->form = f;

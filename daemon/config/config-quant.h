@@ -41,11 +41,11 @@ int config_quant_set(ConfigQuant *quant, const char *name, const char *text, Err
 /* The written form of a key's value, which KV_LAYER_BITS_TEXT has room for. */
 void config_quant_print(const ConfigQuant *quant, ConfigQuantKey key, char *ret, size_t size);
 const char *config_quant_name(ConfigQuantKey key);
-/* Each written key of @from replaces that of @to. */
+/* Each written key of @from, the nearer one, replaces that of @to; another backend drops what was meant for the first. */
 void config_quant_overlay(ConfigQuant *to, const ConfigQuant *from);
-/* Compatibility mode (cache/kv-host.h), and what it takes; -EINVAL names a combination that is none. */
+/* Compatibility mode (cache/kv-host.h), and what it takes; -EINVAL names a combination that is none, *ret_key a key to blame. */
 bool config_quant_is_compatible(const ConfigQuant *quant);
-int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ErrorDetail *reterr);
-/* The form and the budget of its bits that result, starting from a policy's; -EINVAL names a combination that is none.  Bits of leat that
- * are not written are KV_BITS_AUTO, those of the others their defaults. */
-int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ErrorDetail *reterr);
+int config_quant_compatible(const ConfigQuant *quant, KvQuantOptions *ret, ConfigQuantKey *ret_key, ErrorDetail *reterr);
+/* The form and the budget of its bits that result, starting from a policy's; -EINVAL likewise.  Bits of leat that are not written are
+ * KV_BITS_AUTO, those of the others their defaults. */
+int config_quant_apply(const ConfigQuant *quant, KvPolicy *policy, ConfigQuantKey *ret_key, ErrorDetail *reterr);

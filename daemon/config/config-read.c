@@ -85,14 +85,18 @@ int config_read_strings(ConfigReader *reader, const YamlNode *node, char ***stri
 static int config_read_unknown_key(ConfigReader *reader, const YamlNode *key, const ConfigKey *keys, size_t n_keys)
 {
     const char *names[64], *nearest;
-    size_t n = MIN(n_keys, N_ELEMENTS(names));
+    size_t n = MIN(n_keys, N_ELEMENTS(names)), used = 0;
+    char list[400] = "";
 
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < n; i++) {
         names[i] = keys[i].name;
+        if (used < sizeof(list))
+            used += (size_t)snprintf(list + used, sizeof(list) - used, "%s%s", i ? ", " : "", names[i]);
+    }
     nearest = config_nearest(key->text, names, n);
     if (nearest)
         return config_read_fail(reader, key, "key '%s' is not known here; did you mean '%s'?", key->text, nearest);
-    return config_read_fail(reader, key, "key '%s' is not known here", key->text);
+    return config_read_fail(reader, key, "key '%.60s' is not known here; known are %s", key->text, list);
 }
 
 int config_read_map(ConfigReader *reader, const YamlNode *node, const ConfigKey *keys, size_t n_keys, void *target)

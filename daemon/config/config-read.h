@@ -45,6 +45,8 @@ int config_read_join(int a, int b);
 bool config_name_is_valid(const char *name);
 
 int config_read_cache(ConfigReader *reader, const YamlNode *node, void *cache);
+/* As config_policy(); -EINVAL also says where the key stands that is to blame. */
+int config_policy_at(const ConfigCache *const *blocks, size_t n_blocks, bool exact, KvPolicy *ret, ConfigPlace *ret_place, ErrorDetail *reterr);
 int config_read_sampling(ConfigReader *reader, const YamlNode *node, EngineSampling *sampling, bool *has_key);
 int config_read_service_file(ConfigReader *reader, const YamlNode *root, const char *name);
 int config_read_main(ConfigReader *reader, const YamlNode *root);

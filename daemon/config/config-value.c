@@ -80,17 +80,17 @@ int config_value_bytes(const char *text, uint64_t *ret, ErrorDetail *reterr)
         {"", 1},           {"B", 1},          {"KiB", 1ull << 10}, {"MiB", 1ull << 20}, {"GiB", 1ull << 30},
         {"TiB", 1ull << 40}, {"KB", 1000},    {"MB", 1000000},     {"GB", 1000000000},  {"TB", 1000000000000},
     };
-    const char *end;
-    uint64_t value;
-    int r = config_value_digits(text, &value, &end, reterr);
+    const char *end = text;
+    uint64_t value = 0;
+    int r = *text >= '0' && *text <= '9' ? config_value_digits(text, &value, &end, reterr) : 0;
 
     if (r)
         return r;
     end += strspn(end, " ");
-    for (size_t i = 0; i < N_ELEMENTS(units); i++)
+    for (size_t i = 0; i < N_ELEMENTS(units) && end > text; i++)
         if (!strcmp(end, units[i].name)) {
             if (!checked_mul(value, units[i].factor, ret))
-                return error_detail_set(reterr, -EINVAL, "'%s' is out of range", text);
+                return error_detail_set(reterr, -EINVAL, "'%s' is out of range: 64 bits do not hold it", text);
             return 0;
         }
     return error_detail_set(reterr, -EINVAL, "'%s' is not a size: write bytes, or a number with KiB, MiB or GiB", text);

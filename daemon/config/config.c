@@ -26,6 +26,9 @@ Config *config_free(Config *config)
         config_model_clear(&config->models[i]);
     for (size_t i = 0; i < config->n_services; i++)
         config_service_clear(&config->services[i]);
+    for (size_t i = 0; i < config->n_files; i++)
+        free(config->files[i]);
+    free(config->files);
     free(config->devices);
     free(config->store_paths);
     free(config->spill_dir);
@@ -187,27 +190,51 @@ static int config_check_services(ConfigReader *reader)
     return r;
 }
 
-/* Policies are computed once here so that a wrong combination is an error with its file. */
-static int config_check_policies(ConfigReader *reader, const char *path)
+/* The policy of these blocks, or a message where the key stands that is to blame. */
+static int config_check_policy(ConfigReader *reader, const ConfigCache *const blocks[static 3], bool exact, const char *what, const char *name)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    ConfigPlace place;
+    KvPolicy policy;
+    int r = config_policy_at(blocks, 3, exact, &policy, &place, &detail);
+
+    if (r != -EINVAL)
+        return r;
+    return config_message_add(reader->messages, place.file ? reader->config->files[place.file - 1] : reader->file, MAX(place.line, 1u),
+                              MAX(place.column, 1u), CONFIG_ERROR, "cache%s%s%s%s: %s", what, *name ? " '" : "", name, *name ? "'" : "",
+                              detail.text);
+}
+
+/* Policies are computed once here so that a wrong combination is an error with its place: the defaults', then those of the models and services
+ * that these are not to blame for. */
+static int config_check_policies(ConfigReader *reader)
 {
     const Config *config = reader->config;
-    int result = 0;
+    const ConfigCache *blocks[3] = {&config->default_cache};
+    int result = config_check_policy(reader, blocks, config->default_exact, " of the defaults", "");
 
+    if (result)
+        return result;
     for (size_t i = 0; i < config->n_models; i++) {
         const ConfigModel *model = &config->models[i];
-        const ConfigCache *blocks[] = {&config->default_cache, &model->cache};
-        ErrorDetail detail = ERROR_DETAIL_NULL;
-        KvPolicy policy;
-        int r = config_policy(blocks, N_ELEMENTS(blocks), model->exact, &policy, &detail);
+        int r;
 
-        if (r == -EINVAL)
-            r = config_message_add(reader->messages, path, 1, 1, CONFIG_ERROR, "cache of model '%s': %s", model->name, detail.text);
+        blocks[1] = &model->cache;
+        blocks[2] = NULL;
+        r = config_check_policy(reader, blocks, model->exact, " of model", model->name);
+        for (size_t k = 0; k < config->n_services && !r; k++) {
+            const ConfigService *service = &config->services[k];
+
+            blocks[2] = &service->cache;
+            if (service->model && config_find_model(config, service->model) == model)
+                r = config_read_join(r, config_check_policy(reader, blocks, model->exact, " of service", service->name));
+        }
         result = config_read_join(result, r);
     }
     return result;
 }
 
-static int config_finish(ConfigReader *reader, const char *path)
+static int config_finish(ConfigReader *reader)
 {
     Config *config = reader->config;
     int r = 0;
@@ -230,7 +257,7 @@ static int config_finish(ConfigReader *reader, const char *path)
             model->sampling.seed = config->default_seed;
     }
     if (!r)
-        r = config_check_policies(reader, path);
+        r = config_check_policies(reader);
     if (!r)
         r = config_check_services(reader);
     return r;
@@ -263,8 +290,9 @@ int config_load(const char *path, Config **ret, ConfigMessages *messages)
             return error_origin(-ENOMEM);
         config->n_store_paths = 1;
     }
+    reader.file = path ? path : system_paths[1];
     if (!r)
-        r = config_finish(&reader, path ? path : system_paths[1]);
+        r = config_finish(&reader);
     if (r)
         return error_trace(r);
     *ret = TAKE_PTR(config);

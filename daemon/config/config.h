@@ -27,15 +27,35 @@ typedef struct ConfigMessages {
 void config_messages_clear(ConfigMessages *messages);
 bool config_messages_have_error(const ConfigMessages *messages);
 
-/* The cache: block; has_* says what was written, so that the nearest block wins key by key. */
+/* The keys of a cache: block; those of its quant: mapping follow as CONFIG_CACHE_QUANT + ConfigQuantKey. */
+typedef enum ConfigCacheKey {
+    CONFIG_CACHE_STRATEGY,
+    CONFIG_CACHE_MAX_CACHE_LEN,
+    CONFIG_CACHE_OFFLOAD_ONLY_NON_SLIDING,
+    CONFIG_CACHE_PREFETCH,
+    CONFIG_CACHE_TRANSFER,
+    CONFIG_CACHE_HOST_MEMORY,
+    CONFIG_CACHE_DEVICE_BUDGET,
+    CONFIG_CACHE_QUANT,
+    CONFIG_CACHE_X_MAX = CONFIG_CACHE_QUANT + CONFIG_QUANT_X_MAX,
+} ConfigCacheKey;
+
+/* Where a key's value stands; all zero for one that comes from no file. */
+typedef struct ConfigPlace {
+    uint32_t file; /* 1 + index into Config.files */
+    uint32_t line, column;
+} ConfigPlace;
+
+/* The cache: block, as far as it was written, so that the nearest block wins key by key. */
 typedef struct ConfigCache {
-    bool has_strategy, has_max_cache_len, has_offload_only_non_sliding, offload_only_non_sliding, has_prefetch,
-        has_transfer, has_host_memory, has_device_budget;
+    uint32_t written; /* 1 << ConfigCacheKey; of the quant keys: quant.written */
+    bool offload_only_non_sliding;
     KvStrategy strategy;
     uint32_t max_cache_len, prefetch;
     KvTransfer transfer;
     ConfigQuant quant;
     uint64_t host_memory_bytes, device_budget_bytes;
+    ConfigPlace places[CONFIG_CACHE_X_MAX];
 } ConfigCache;
 
 typedef struct ConfigModel {
@@ -87,6 +107,8 @@ typedef struct Config {
     int log_level;
     char *spill_dir;         /* absolute, or NULL: caches of idle sessions stay in memory */
     uint64_t spill_after_usec;
+    char **files;            /* that keys of cache: blocks stand in */
+    size_t n_files;
     uint64_t idle_exit_usec; /* bus activation with idle exit; UINT64_MAX: never */
 } Config;
 
@@ -101,10 +123,13 @@ DEFINE_CLEANUP(Config, config_free)
 const ConfigModel *config_find_model(const Config *config, const char *name_or_alias);
 const ConfigService *config_find_service(const Config *config, const char *name);
 
-/* The policy that results from blocks, the later ones nearer: preset of the strategy, then each written key. */
+/* The policy that results from blocks, the later ones nearer: preset of the strategy, then each written key.  Where a block names another
+ * strategy or backend, keys of farther blocks that have no meaning there are left out; its own are -EINVAL. */
 int config_policy(const ConfigCache *const *blocks, size_t n_blocks, bool exact, KvPolicy *ret, ErrorDetail *reterr);
 /* One key of a cache block from a string ("transfer", "copy"), as D-Bus options and `--cache KEY=VALUE` give it. */
 int config_cache_set(ConfigCache *cache, const char *key, const char *value, ErrorDetail *reterr);
+/* Whether two keys as config_cache_set() takes them set the same: "nbits_key", "quant.nbits_key", "nbits". */
+bool config_cache_same_key(const char *a, const char *b);
 /* One sampling key from a string ("temperature", "0.7"). */
 int config_sampling_set(EngineSampling *sampling, const char *key, const char *value, ErrorDetail *reterr);
 /* The sampling of a service: the model's parameters, then the service's own.  Strings are borrowed from @config. */

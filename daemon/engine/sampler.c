@@ -55,6 +55,8 @@ int sampler_check(const EngineSampling *sampling, ErrorDetail *reterr)
 {
     const EngineSampling *s = sampling;
 
+    if (s->max_tokens > 0 && s->min_tokens > s->max_tokens)
+        return error_detail_set(reterr, -EINVAL, "min-tokens is %u, with max-tokens %u it must be at most that", s->min_tokens, s->max_tokens);
     if (!(s->temperature >= 0 && s->temperature <= 100))
         return error_detail_set(reterr, -EINVAL, "temperature is %g, it must be from 0 to 100", (double)s->temperature);
     if (!(s->top_p >= 0 && s->top_p <= 1))

@@ -148,6 +148,8 @@ void wrong_values_of_beam_options_are_refused_by_name_value_and_range(void **sta
     refuse(bus, "num-return-sequences|21|20", "num-return-sequences", "u", 21);
     refuse(bus, "early-stopping|sometimes|false|true|never", "early-stopping", "s", "sometimes");
     refuse(bus, "early-stopping|expected s", "early-stopping", "b", true);
+    refuse(bus, "early-stopping|no meaning|num-beams|40", "early-stopping", "s", "true");
+    refuse(bus, "length-penalty|no meaning|num-beams|40", "length-penalty", "d", 2.0);
     refuse(bus, "length-penalty|1000|-100|100", "length-penalty", "d", 1000.0);
     refuse(bus, "length-penalty|nan", "length-penalty", "d", (double)__builtin_nan(""));
     refuse(bus, "prompts|must be empty", "prompts", "as", 1, "Two");

@@ -328,7 +328,7 @@ static void config_refuses_wrong_combinations_of_cache_keys(void **state)
     assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: dynamic, quant: {nbits: 4}}}}\n", 1, 0, "no meaning");
     assert_refused(fixture, "models: {a: {file: /a, cache: {strategy: static, transfer: copy}}}\n", 1, 0, "no meaning");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {nbits: 7}}}}\n", 1, 0, "not one of auto, 8, 6, 5, 4, 3, 2, 1");
-    assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: quanto, nbits: 3}}}}\n", 1, 0, "quanto keeps pages of 4 and 2 bits");
+    assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: quanto, nbits: 3}}}}\n", 1, 0, "nbits_key 3: backend quanto keeps pages of 4 and 2 bits");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: hqq, axis_key: 0}}}}\n", 1, 0, "pages of hqq need 1");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: fp8, q_group_size: 64}}}}\n", 1, 0, "neither groups");
     assert_refused(fixture, "models: {a: {file: /a, cache: {quant: {backend: leat, axis_key: 0}}}}\n", 1, 0, "no meaning for backend leat");

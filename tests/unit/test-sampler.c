@@ -275,9 +275,9 @@ static void wrong_options_are_refused_by_name(void **state)
 {
     static const char *empty_stop[] = {"x", ""};
     EngineSampling s[] = {sampling(-1),  sampling(NAN), sampling(1), sampling(1), sampling(1),
-                          sampling(1),   sampling(1),   sampling(1), sampling(1)};
+                          sampling(1),   sampling(1),   sampling(1), sampling(1), sampling(1)};
     static const char *const names[] = {"temperature", "temperature", "top-p", "top-p", "min-p", "min-p", "repeat-penalty",
-                                        "repeat-penalty", "stop string 2"};
+                                        "repeat-penalty", "stop string 2", "min-tokens is 3, with max-tokens 2"};
 
     (void)state;
     s[2].top_p = -0.1f;
@@ -288,6 +288,8 @@ static void wrong_options_are_refused_by_name(void **state)
     s[7].repeat_penalty = INFINITY;
     s[8].stop = empty_stop;
     s[8].n_stop = 2;
+    s[9].min_tokens = 3;
+    s[9].max_tokens = 2;
     for (size_t i = 0; i < N_ELEMENTS(s); i++) {
         ErrorDetail detail = ERROR_DETAIL_NULL;
 
