@@ -133,6 +133,7 @@ void model_plan_placement(const Weights *weights, const Placement *placement, Mo
     plan->weight_staging_bytes = placement->staging_bytes;
     plan->weight_in_place_bytes = placement->in_place_bytes;
     plan->weight_streamed_bytes = placement->streamed_bytes;
+    plan->weight_streamed_head_bytes = placement->streamed_head_bytes;
     plan->weight_slots = placement->n_slots;
     plan->weight_slot_bytes = placement->slot_bytes;
     plan->n_layers = weights->n_layers;

@@ -69,6 +69,7 @@ typedef struct ModelPlan {
     uint64_t weight_bytes, weight_staging_bytes, activation_bytes; /* of the device */
     uint64_t weight_total_bytes;
     uint64_t weight_in_place_bytes, weight_streamed_bytes;         /* of the host, read by every token */
+    uint64_t weight_streamed_head_bytes;                           /* of these what a pass without logits does not read */
     uint64_t weight_slot_bytes;
     uint32_t weight_slots, n_layers, n_layers_resident;            /* slots 0: no ring */
     KvPlan kv;

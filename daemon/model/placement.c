@@ -483,8 +483,13 @@ static void sum_up(const Weights *weights, Placement *placement)
             placement->in_place_bytes += weights->blocks[i].bytes;
     }
     placement->device_bytes += placement->head_rows / WEIGHT_TILE_ROWS * output->tile_bytes;
-    for (uint32_t i = 0; i < placement->n_parts; i++)
-        placement->streamed_bytes += placement->parts[i].streamed ? placement->parts[i].bytes : 0;
+    placement->streamed_head_bytes = 0;
+    for (uint32_t i = 0; i < placement->n_parts; i++) {
+        uint64_t bytes = placement->parts[i].streamed ? placement->parts[i].bytes : 0;
+
+        placement->streamed_bytes += bytes;
+        placement->streamed_head_bytes += placement->parts[i].block == output->block ? bytes : 0;
+    }
     placement->staging_bytes = placement->n_slots * placement->slot_bytes + placement->window_bytes;
 }
 

@@ -66,6 +66,7 @@ typedef struct Placement {
     uint64_t device_bytes;         /* blocks, without staging */
     uint64_t staging_bytes;        /* ring and window */
     uint64_t in_place_bytes, streamed_bytes; /* host memory that each token reads so; a token's embedding row is left out */
+    uint64_t streamed_head_bytes;  /* of these what a pass without logits does not read */
 } Placement;
 #define PLACEMENT_NULL ((Placement){.kinds = NULL})
 

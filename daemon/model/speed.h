@@ -5,8 +5,9 @@
  *
  * The probe runs the real forward pass over a model of the same shape and weight types with weights of zero: fewer layers (twice, a few and
  * many, so that what a layer costs and what does not grow with the layers come apart), one row and a chunk of rows, at the beginning of a
- * sequence and with a past; the copies of its weights alone; and one token with all weights streamed, which tells how much of a copy hides
- * behind kernels here (on a CPU device a copy takes a worker's time).  Two seconds at most on devices that we know.
+ * sequence; with few layers also after a past of some hundred and some thousand tokens; the copies of its weights alone; and both kinds of
+ * pass with all weights streamed, which tells how much of a copy hides behind kernels here (on a CPU device a copy takes a worker's time).
+ * A few seconds on devices that we know.
  *
  * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute and form of the cache; another driver measures anew.
  */
@@ -16,15 +17,18 @@
 typedef struct ModelSpeed {
     double head_sec;              /* of a token: what does not grow with the layers */
     double layer_sec;             /* of a token and layer without a past */
-    double layer_past_sec;        /* more, for each token of the past */
+    double near_tokens;           /* a past up to so many tokens does not keep all of a device busy: */
+    double layer_near_sec;        /* more, for each of them */
+    double layer_past_sec;        /* more, for each token beyond */
     double chunk_rows;            /* rows of the chunk that was timed */
     double chunk_sec;             /* without logits: what does not grow with the layers */
     double chunk_layer_sec, chunk_layer_past_sec;
     double upload_rate;           /* bytes a second from host memory, alone */
-    double hidden_share;          /* of the shorter of copies and kernels that run side by side */
+    double hidden_share;          /* of the shorter of copies and kernels that run side by side, while tokens are decoded */
+    double chunk_hidden_share;    /* the same of chunks */
 } ModelSpeed;
 
-/* Facts for a model as @fit plans it.  @may_measure: takes the device for a second or two and half of what is free of it for that time.
+/* Facts for a model as @fit plans it.  @may_measure: takes the device for a few seconds and half of what is free of it for that time.
  * 0; -ENOENT when nothing is stored and it may not measure; MODEL_E_DEVICE_MEMORY when too little is free; other codes of a model. */
 int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_measure, ModelSpeed *ret, ErrorDetail *reterr);
 

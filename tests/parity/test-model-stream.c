@@ -338,6 +338,17 @@ static void a_prediction_adds_up_what_was_measured(void **state)
     fit.plan.weight_streamed_bytes = 2000000;
     model_predict(&speed, &fit, 0, &prediction);
     assert_true(prediction.token_sec > 0.00399 && prediction.token_sec < 0.00401); /* 3 ms, 2 ms of copies, half of them hidden */
+    fit.plan.weight_streamed_head_bytes = 1000000;
+    speed.chunk_hidden_share = 0.25;
+    model_predict(&speed, &fit, 0, &prediction); /* 50 ms, and three quarters of 1 ms: a chunk does not read the head */
+    assert_true(prediction.prefill_rate > 100 / 0.05076 && prediction.prefill_rate < 100 / 0.05074);
+    fit.plan.weight_streamed_bytes = fit.plan.weight_streamed_head_bytes = fit.plan.kv.n_slots = 0;
+    speed.near_tokens = 1000;
+    speed.layer_near_sec = 3e-8;
+    model_predict(&speed, &fit, 500, &prediction);
+    assert_true(prediction.token_sec > 0.00329 && prediction.token_sec < 0.00331);
+    model_predict(&speed, &fit, 10000, &prediction);
+    assert_true(prediction.token_sec > 0.00539 && prediction.token_sec < 0.00541); /* 3 ms, 0.6 ms, 1.8 ms */
 }
 
 /* ---- the real model --------------------------------------------------------------------------------------------------------- */

@@ -1,0 +1,416 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A model of zeros is run and timed. */
+
+#include "daemon/model/speed-probe.h"
+#include "daemon/model/model-private.h"
+
+#include <string.h>
+#include <time.h>
+
+/* Tokens of the past at further measurements: attention over a short one costs more for each. */
+#define PROBE_PAST      768
+#define PROBE_DEEP_PAST 3072
+/* A pass takes the median of some, because what users get is not the luckiest one; but no more than by a third longer than the quickest,
+ * because facts are kept: what is beyond that was the work of others. */
+#define PROBE_PASSES    61
+#define PROBE_LEAST     3
+#define PROBE_SECONDS   0.4
+#define PROBE_DISTURBED (4.0 / 3.0)
+
+/* ---- a model of zeros ------------------------------------------------------------------------------------------------------- */
+
+/* The same tensors in fewer layers, the head with fewer rows; nothing of @file is copied but places. */
+static int cut_weights(const ModelFile *file, uint32_t n_layers, uint64_t head_bytes, Weights *ret)
+{
+    const Weights *from = &file->weights;
+    bool tied = weights_tied(from);
+    uint32_t n_blocks = WEIGHTS_BLOCK_SPANS + n_layers + 1 + (tied ? 0 : 1), n_tiles;
+    Weights w = {.n_layers = n_layers, .n_blocks = n_blocks, .embedding = from->embedding, .output_norm = from->output_norm};
+
+    w.layers = calloc(n_layers, sizeof(*w.layers));
+    w.blocks = calloc(n_blocks, sizeof(*w.blocks));
+    if (!w.layers || !w.blocks) {
+        weights_clear(&w);
+        return error_origin(-ENOMEM);
+    }
+    memcpy(w.layers, from->layers, n_layers * sizeof(*w.layers));
+    for (uint32_t i = 0; i < WEIGHTS_BLOCK_SPANS + n_layers + 1; i++)
+        w.blocks[i].bytes = from->blocks[i].bytes;
+    head_bytes = MIN(head_bytes, from->blocks[from->output.block].bytes);
+    n_tiles = (uint32_t)MAX(head_bytes / from->output.tile_bytes, UINT64_C(1));
+    w.embedding.n_rows = MIN(from->embedding.n_rows, n_tiles * WEIGHT_TILE_ROWS);
+    w.blocks[WEIGHTS_BLOCK_EMBEDDING].bytes = (uint64_t)n_tiles * w.embedding.tile_bytes;
+    w.output = w.embedding;
+    if (!tied) {
+        w.output = from->output;
+        w.output.block = n_blocks - 1;
+        w.output.n_rows = w.embedding.n_rows;
+        w.blocks[n_blocks - 1].bytes = (uint64_t)n_tiles * w.output.tile_bytes;
+    }
+    for (uint32_t i = 0; i < n_blocks; i++) {
+        w.blocks[i].bytes = (w.blocks[i].bytes + WEIGHTS_ALIGNMENT - 1) & ~(uint64_t)(WEIGHTS_ALIGNMENT - 1);
+        w.blocks[i].offset = w.image_bytes;
+        w.image_bytes += (w.blocks[i].bytes + WEIGHTS_BLOCK_ALIGNMENT - 1) & ~(uint64_t)(WEIGHTS_BLOCK_ALIGNMENT - 1);
+    }
+    *ret = w;
+    return 0;
+}
+
+/* A probe in work: one model of zeros with a store and a sequence. */
+typedef struct Probe {
+    Gpu *gpu;
+    Model *model;
+    KvStore *store;
+    KvCache *cache;
+    float *logits;
+    int32_t *ids; /* zeros */
+} Probe;
+
+static void probe_end(Probe *probe)
+{
+    kv_cache_free(probe->cache);
+    kv_store_free(probe->store);
+    model_free(probe->model);
+    free(probe->logits);
+    free(probe->ids);
+    *probe = (Probe){.gpu = probe->gpu};
+}
+
+static int new_model(Probe *probe, const ModelFile *file, const ModelOptions *options, uint32_t n_layers, uint64_t head_bytes,
+                     ErrorDetail *reterr)
+{
+    _cleanup_(model_file_freep) ModelFile *zeros = calloc(1, sizeof(*zeros));
+    int r;
+
+    if (!zeros)
+        return error_origin(-ENOMEM);
+    zeros->hparams = file->hparams;
+    r = cut_weights(file, n_layers, head_bytes, &zeros->weights);
+    if (r)
+        return r;
+    zeros->hparams.model.n_layers = n_layers;
+    zeros->hparams.model.n_vocab = zeros->weights.output.n_rows;
+    r = weights_new_image(&zeros->weights, reterr);
+    if (r)
+        return r;
+    /* Pages of their own: the system's one page of zeros would be copied from the nearest cache. */
+    memset(zeros->weights.image, 0, zeros->weights.image_bytes);
+    r = model_new(probe->gpu, zeros, options, &probe->model, reterr);
+    if (r)
+        return r;
+    zeros = NULL;
+    /* No means: zeros have none, and there is no tokenizer to read the text with. */
+    probe->model->calibration = calloc(n_layers, sizeof(*probe->model->calibration));
+    return probe->model->calibration ? 0 : error_origin(-ENOMEM);
+}
+
+static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit, uint32_t n_layers, uint64_t head_bytes, bool streamed,
+                       ErrorDetail *reterr)
+{
+    KvPolicy policy = fit->policy;
+    ModelOptions options = {
+        .exact = fit->options.exact,
+        .context = fit->options.context,
+        .max_rows = speed_probe_rows(fit),
+        .max_sequences = 1,
+        .deadline_usec = fit->options.deadline_usec,
+        .weights = {.transfer = KV_TRANSFER_COPY, .n_slots = 2, .limit_layers = streamed, .max_layers = 0},
+    };
+    int r;
+
+    /* Pages on the device: what copies cost is measured apart. */
+    policy.home = KV_HOME_DEVICE;
+    policy.n_layer_bits = 0; /* few layers stand for all */
+    policy.growth = KV_GROWTH_DYNAMIC;
+    policy.transfer = KV_TRANSFER_AUTO;
+    policy.max_cache_tokens = PROBE_DEEP_PAST + SPEED_PROBE_ROWS + 4 * (PROBE_PASSES + 2);
+    policy.device_budget_bytes = 0;
+    r = new_model(probe, file, &options, n_layers, head_bytes, reterr);
+    if (!r)
+        r = model_store_new(probe->model, &policy, &probe->store, reterr);
+    if (!r)
+        r = model_fold_kv(kv_cache_new(probe->store, &probe->cache, reterr));
+    if (r)
+        return r;
+    probe->logits = calloc(probe->model->file->hparams.model.n_vocab, sizeof(*probe->logits));
+    probe->ids = calloc(SPEED_PROBE_ROWS, sizeof(*probe->ids));
+    return probe->logits && probe->ids ? 0 : error_origin(-ENOMEM);
+}
+
+/* ---- timing ----------------------------------------------------------------------------------------------------------------- */
+
+static double seconds_now(void)
+{
+    struct timespec t;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Passes of one kind, the quickest first. */
+typedef struct Samples {
+    double begun, seconds[PROBE_PASSES];
+    uint32_t n;
+} Samples;
+
+/* True when they are enough. */
+static bool samples_add(Samples *samples, double seconds)
+{
+    uint32_t place = samples->n++;
+
+    for (; place > 0 && samples->seconds[place - 1] > seconds; place--)
+        samples->seconds[place] = samples->seconds[place - 1];
+    samples->seconds[place] = seconds;
+    return samples->n == PROBE_PASSES || (samples->n >= PROBE_LEAST && seconds_now() - samples->begun > PROBE_SECONDS);
+}
+
+static double samples_judge(const Samples *samples)
+{
+    return samples->n > 0 ? MIN(samples->seconds[samples->n / 2], samples->seconds[0] * PROBE_DISTURBED) : 0;
+}
+
+static int time_pass(Probe *probe, uint32_t n_rows, bool logits, double *ret, ErrorDetail *reterr)
+{
+    ModelItem item = {.cache = probe->cache, .tokens = probe->ids, .n_tokens = n_rows};
+    double begun = seconds_now();
+    int r = model_forward(probe->model, probe->store, &item, 1, logits ? probe->logits : NULL, reterr);
+
+    *ret = seconds_now() - begun;
+    return r;
+}
+
+/* Tokens from here on, as far as the context goes; the first two wake the device. */
+static int time_tokens(Probe *probe, bool logits, double *ret, ErrorDetail *reterr)
+{
+    Samples samples = {.begun = seconds_now()};
+    double seconds = 0;
+    bool enough = false;
+    int r = 0;
+
+    for (uint32_t i = 0; !enough && !r; i++) {
+        r = time_pass(probe, 1, logits, &seconds, reterr);
+        if (i >= 2)
+            enough = samples_add(&samples, seconds);
+        enough |= kv_cache_length(probe->cache) >= probe->model->options.context;
+    }
+    *ret = samples_judge(&samples);
+    return r;
+}
+
+/* Chunks at the beginning of a sequence; the first one wakes the device. */
+static int time_chunks(Probe *probe, double *ret, ErrorDetail *reterr)
+{
+    Samples samples = {.begun = seconds_now()};
+    double seconds = 0;
+    bool enough = false;
+    int r = 0;
+
+    for (uint32_t i = 0; !enough && !r; i++) {
+        r = time_pass(probe, probe->model->options.max_rows, false, &seconds, reterr);
+        if (!r)
+            r = model_fold_kv(kv_cache_clear(probe->cache));
+        if (i >= 1)
+            enough = samples_add(&samples, seconds);
+    }
+    *ret = samples_judge(&samples);
+    return r;
+}
+
+/* One number of layers, at the beginning of a sequence. */
+typedef struct Times {
+    double token, chunk;
+} Times;
+
+static int time_beginning(Probe *probe, Times *ret, ErrorDetail *reterr)
+{
+    int r = time_chunks(probe, &ret->chunk, reterr);
+
+    return r ? r : time_tokens(probe, true, &ret->token, reterr);
+}
+
+/* Passes without logits after pasts of different lengths; the first two may be all, if the context is short. */
+typedef struct Depths {
+    uint32_t n, tokens_at[3], chunk_at[3];
+    double token[3], chunk[3];
+} Depths;
+
+static int time_depths(Probe *probe, double chunk, Depths *ret, ErrorDetail *reterr)
+{
+    static const uint32_t depths[] = {0, PROBE_PAST, PROBE_DEEP_PAST};
+    uint32_t rows = probe->model->options.max_rows, context = probe->model->options.context, most = context > 32 ? context - 32 : 0;
+    Depths times = {.chunk = {chunk}};
+    int r = 0;
+
+    for (uint32_t i = 0; i < N_ELEMENTS(depths) && !r; i++) {
+        while (!r && kv_cache_length(probe->cache) + rows <= MIN(most, depths[i])) {
+            times.chunk_at[i] = kv_cache_length(probe->cache);
+            r = time_pass(probe, rows, false, &times.chunk[i], reterr);
+        }
+        if (i > 0 && times.chunk_at[i] <= times.chunk_at[i - 1])
+            break;
+        times.tokens_at[i] = kv_cache_length(probe->cache);
+        if (!r)
+            r = time_tokens(probe, false, &times.token[i], reterr);
+        times.tokens_at[i] = (times.tokens_at[i] + kv_cache_length(probe->cache)) / 2;
+        times.n = i + 1;
+    }
+    *ret = times;
+    return r;
+}
+
+/* What copies alone take: the image block by block, as a step would bring it. */
+static int time_copies(Probe *probe, double *ret_rate, ErrorDetail *reterr)
+{
+    const WeightsDevice *device = &probe->model->weights;
+    uint64_t bytes = 0;
+    double begun;
+    int r = model_fold_gpu(gpu_drain(probe->gpu, probe->model->options.deadline_usec, reterr));
+
+    begun = seconds_now();
+    for (uint32_t i = 0; i < device->placement.n_parts && !r; i++) {
+        const PlacementPart *part = &device->placement.parts[i];
+        const uint8_t *block = weights_block(device->weights, part->block);
+
+        if (!part->streamed)
+            continue;
+        r = model_fold_gpu(gpu_upload(probe->gpu, GPU_QUEUE_UPLOAD, device->slots[i % device->placement.n_slots].buffer, 0,
+                                      block + device->placement.pieces[part->first_piece].slices[0].from, part->bytes, GPU_WAIT_NONE,
+                                      "measure", NULL));
+        bytes += part->bytes;
+    }
+    if (!r)
+        r = model_fold_gpu(gpu_drain(probe->gpu, probe->model->options.deadline_usec, reterr));
+    *ret_rate = (double)bytes / MAX(seconds_now() - begun, 1e-9);
+    weights_device_abort(&probe->model->weights); /* the slots hold something else now */
+    return r;
+}
+
+/* ---- the probe -------------------------------------------------------------------------------------------------------------- */
+
+typedef struct Sizes {
+    uint32_t n_few, n_many;
+    uint64_t head_bytes;
+    double head_scale, layer_scale; /* of the whole model over what is run */
+} Sizes;
+
+static double span_bytes(const Weights *weights, uint32_t first, uint32_t end)
+{
+    uint64_t bytes = 0;
+
+    for (uint32_t s = first; s < end; s++)
+        bytes += weights->blocks[WEIGHTS_BLOCK_SPANS + s].bytes;
+    return (double)bytes;
+}
+
+/* Layers and rows of the head that fit into @bytes; false when that would say nothing. */
+static bool choose_sizes(const Weights *weights, uint64_t bytes, Sizes *ret)
+{
+    uint64_t head = weights->blocks[weights->output.block].bytes, span = weights->blocks[WEIGHTS_BLOCK_SPANS + 1].bytes;
+    Sizes sizes = {.head_bytes = MIN(head, bytes / 2)};
+    uint64_t n = (bytes - sizes.head_bytes) / MAX(span, UINT64_C(1));
+
+    sizes.n_many = (uint32_t)MIN(n, (uint64_t)weights->n_layers);
+    if (sizes.n_many < 1 || bytes < SPEED_PROBE_MIN_BYTES)
+        return false;
+    sizes.n_few = sizes.n_many > 1 ? MAX(sizes.n_many / 3, 1u) : 0;
+    sizes.head_scale = (double)head / (double)sizes.head_bytes;
+    sizes.layer_scale = span_bytes(weights, 1, weights->n_layers + 1) / weights->n_layers /
+                        (span_bytes(weights, sizes.n_few + 1, sizes.n_many + 1) / (sizes.n_many - sizes.n_few));
+    *ret = sizes;
+    return true;
+}
+
+/* From few layers to many; not less than nothing, which noise may give. */
+static double slope(double few, double many, double n)
+{
+    return MAX((many - few) / n, 0.0);
+}
+
+static void solve(const Sizes *sizes, const Times *few, const Times *many, ModelSpeed *speed)
+{
+    double n = sizes->n_many - sizes->n_few, layer, chunk_layer;
+
+    layer = slope(few->token, many->token, n);
+    chunk_layer = slope(few->chunk, many->chunk, n);
+    speed->layer_sec = layer * sizes->layer_scale;
+    speed->head_sec = MAX(many->token - layer * sizes->n_many, 0.0) * sizes->head_scale;
+    speed->chunk_layer_sec = chunk_layer * sizes->layer_scale;
+    speed->chunk_sec = MAX(many->chunk - chunk_layer * sizes->n_many, 0.0);
+}
+
+/* What the past costs @n_layers. */
+static void solve_depths(const Depths *depths, uint32_t n_layers, ModelSpeed *speed)
+{
+    if (depths->n < 2)
+        return;
+    speed->near_tokens = depths->tokens_at[1];
+    speed->layer_near_sec = slope(depths->token[0], depths->token[1], (double)n_layers * (depths->tokens_at[1] - depths->tokens_at[0]));
+    speed->layer_past_sec = speed->layer_near_sec;
+    speed->chunk_layer_past_sec =
+        slope(depths->chunk[0], depths->chunk[depths->n - 1], (double)n_layers * depths->chunk_at[depths->n - 1]);
+    if (depths->n > 2)
+        speed->layer_past_sec = slope(depths->token[1], depths->token[2], (double)n_layers * (depths->tokens_at[2] - depths->tokens_at[1]));
+}
+
+/* How much of the shorter one does not add to the longer one. */
+static double share_hidden(double kernels, double copies, double both)
+{
+    double shorter = MIN(kernels, copies), share = (kernels + copies - both) / MAX(shorter, 1e-9);
+
+    share = MAX(share, 0.0);
+    return MIN(share, 1.0);
+}
+
+static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *speed, ErrorDetail *reterr)
+{
+    const Placement *placement = &probe->model->weights.placement;
+    Times streamed = {.token = 0};
+    int r;
+
+    r = time_copies(probe, &speed->upload_rate, reterr);
+    if (!r)
+        r = time_beginning(probe, &streamed, reterr);
+    if (r)
+        return r;
+    speed->hidden_share = share_hidden(resident->token, (double)placement->streamed_bytes / speed->upload_rate, streamed.token);
+    speed->chunk_hidden_share = share_hidden(
+        resident->chunk, (double)(placement->streamed_bytes - placement->streamed_head_bytes) / speed->upload_rate, streamed.chunk);
+    return 0;
+}
+
+int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, ModelSpeed *ret, ErrorDetail *reterr)
+{
+    Times times[2] = {{.token = 0}, {.token = 0}};
+    ModelSpeed speed = {.chunk_rows = speed_probe_rows(fit)};
+    Probe probe = {.gpu = gpu};
+    Depths depths;
+    Sizes sizes;
+    int r = 0;
+
+    if (!choose_sizes(&file->weights, bytes, &sizes))
+        return error_detail_set(reterr, MODEL_E_DEVICE_MEMORY, "%llu bytes of the device are too few to measure with",
+                                (unsigned long long)bytes);
+    for (int many = sizes.n_few > 0 ? 0 : 1; many < 2 && !r; many++) {
+        uint32_t n_layers = many ? sizes.n_many : sizes.n_few;
+
+        r = probe_begin(&probe, file, fit, n_layers, sizes.head_bytes, false, reterr);
+        if (!r)
+            r = time_beginning(&probe, &times[many], reterr);
+        if (!r && (!many || sizes.n_few == 0)) {
+            r = time_depths(&probe, times[many].chunk, &depths, reterr);
+            if (!r)
+                solve_depths(&depths, n_layers, &speed);
+        }
+        probe_end(&probe);
+    }
+    if (!r)
+        solve(&sizes, &times[0], &times[1], &speed);
+    if (!r)
+        r = probe_begin(&probe, file, fit, sizes.n_many, sizes.head_bytes, true, reterr);
+    if (!r)
+        r = measure_streaming(&probe, &times[1], &speed, reterr);
+    probe_end(&probe);
+    if (!r)
+        *ret = speed;
+    return r;
+}

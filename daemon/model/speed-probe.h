@@ -1,0 +1,17 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The measurement behind speed.h. */
+
+#include "daemon/model/speed.h"
+
+#define SPEED_PROBE_ROWS      256 /* of the chunk that is timed, at most */
+#define SPEED_PROBE_MIN_BYTES (UINT64_C(1) << 16)
+
+static inline uint32_t speed_probe_rows(const ModelFit *fit)
+{
+    return MIN(fit->options.max_rows, (uint32_t)SPEED_PROBE_ROWS);
+}
+
+/* Facts of a model as @fit plans it, with bits that are chosen; @bytes: of weights on the device at once.  MODEL_E_DEVICE_MEMORY when these
+ * are too few to say anything. */
+int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, ModelSpeed *ret, ErrorDetail *reterr);
