@@ -135,13 +135,17 @@ static void check(Fixture *fixture, const char *const (*keys)[2], size_t n, cons
     _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
     _cleanup_(kv_image_freep) KvImage *image = NULL;
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    uint64_t tail = 0;
+    uint64_t tail = 0, used[GPU_PURPOSE_X_MAX], before, after;
     KvStore *store = NULL;
     KvCache *cache = NULL;
     KvPlan plan;
 
     policy.max_cache_tokens = 128;
-    if (kv_store_new(fixture->gpu, &fixture->bench.model, &policy, &store, &detail) || kv_cache_new(store, &cache, &detail))
+    gpu_memory_used(fixture->gpu, used, &before);
+    if (kv_store_new(fixture->gpu, &fixture->bench.model, &policy, &store, &detail))
+        fail_msg("%s: %s", keys[0][1], detail.text);
+    gpu_memory_used(fixture->gpu, used, &after);
+    if (kv_cache_new(store, &cache, &detail))
         fail_msg("%s: %s", keys[0][1], detail.text);
     kv_bench_run(&fixture->bench, store, cache, stream, N_TOKENS, N_TOKENS);
     image = saved(store, cache);
@@ -151,6 +155,7 @@ static void check(Fixture *fixture, const char *const (*keys)[2], size_t n, cons
     }
     assert_int_equal(kv_store_plan(gpu_info(fixture->gpu), &fixture->bench.model, &policy, &plan, NULL), 0);
     assert_int_equal(plan.tail_bytes, tail);
+    assert_int_equal(plan.staging_bytes + plan.tail_bytes + plan.operand_bytes + plan.device_page_bytes, after - before);
     kv_cache_free(cache);
     kv_store_free(store);
 }

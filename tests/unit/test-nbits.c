@@ -394,6 +394,33 @@ static void a_file_with_impossible_numbers_is_measured_again(void **state)
     }
 }
 
+/* What was measured without layers of other bits says nothing of those beside them. */
+static void bits_beside_other_layers_are_measured_apart(void **state)
+{
+    State *s = *state;
+    KvPolicy policy = auto_policy(), mixed = policy, other;
+    bool known;
+
+    mixed.n_layer_bits = 1;
+    mixed.layer_bits[0] = (KvLayerBits){0, 1, 8, 8};
+    other = mixed;
+    other.layer_bits[0].last = 2;
+    assert_true(measure(s, &policy, false) > 0);
+    (void)model_nbits_resolve(&s->file, false, &mixed, &known);
+    assert_false(known);
+    assert_true(measure(s, &mixed, false) > 0);
+    restart(s);
+    assert_int_equal(measure(s, &mixed, false), 0);
+    mixed = model_nbits_resolve(&s->file, false, &mixed, &known);
+    assert_true(known);
+    assert_int_equal(mixed.n_layer_bits, 1); /* they stay as they are */
+    assert_int_equal(mixed.layer_bits[0].k_bits, 8);
+    (void)model_nbits_resolve(&s->file, false, &other, &known);
+    assert_false(known);
+    restart(s);
+    assert_int_equal(measure(s, &policy, false), 0);
+}
+
 static void a_choice_of_explicit_bits_is_left_alone(void **state)
 {
     State *s = *state;
@@ -421,6 +448,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(another_budget_measures_only_what_it_needs_beyond, setup, teardown),
         cmocka_unit_test_setup_teardown(a_damaged_file_is_measured_again, setup, teardown),
         cmocka_unit_test_setup_teardown(a_file_with_impossible_numbers_is_measured_again, setup, teardown),
+        cmocka_unit_test_setup_teardown(bits_beside_other_layers_are_measured_apart, setup, teardown),
         cmocka_unit_test_setup_teardown(a_choice_of_explicit_bits_is_left_alone, setup, teardown),
     };
 
