@@ -181,6 +181,37 @@ static void row_13_1_quanto_and_hqq_say_what_full_precision_says_and_something_i
     talk_free(talk);
 }
 
+/* Nothing compares ids there, and a cache that is as long as the history or longer runs the prompt again behind itself.  Here the longest common
+ * beginning is kept, and one token at least is run. */
+static void row_11_5_a_history_that_is_all_cached_or_goes_another_way_is_answered_as_if_cold(void **state)
+{
+    static const KvStrategy some[] = {KV_STRATEGY_DYNAMIC, KV_STRATEGY_OFFLOADED_STATIC, KV_STRATEGY_OFFLOADED_QUANTIZED};
+    Talk *talk = start();
+
+    (void)state;
+    for (size_t s = 0; s < N_ELEMENTS(some); s++) {
+        KvPolicy policy = policy_of(some[s]);
+        EngineEvent *opened = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_OPEN_SESSION, .owner = 1, .model = "real", .policy = &policy});
+        const char *const turns[] = {prompts[3], prompts[3], prompts[2], "A leat is an artificial watercourse or", prompts[3]};
+
+        assert_int_equal(opened->result, ENGINE_RESULT_DONE);
+        for (size_t t = 0; t < N_ELEMENTS(turns); t++) {
+            EngineRequest request = raw_request(NULL, turns[t], N_NEW);
+            Seen *cold = run(talk, raw_request("real", turns[t], N_NEW), &policy), *warm;
+
+            request.session = opened->session;
+            request.sampling.ignore_eos = true;
+            warm = talk_wait(talk, talk_generate(talk, &request));
+            assert_int_equal(warm->result, ENGINE_RESULT_DONE);
+            assert_string_equal(warm->text, cold->text);
+            assert_true(warm->usage.reused_tokens < warm->usage.prompt_tokens);
+            if (t == 1 && s < 2)
+                assert_int_equal(warm->usage.reused_tokens, warm->usage.prompt_tokens - 1);
+        }
+    }
+    talk_free(talk);
+}
+
 static int setup(void **state)
 {
     (void)state;
@@ -197,6 +228,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(row_13_1_every_implementation_says_alone_what_it_says_in_a_ragged_batch),
         cmocka_unit_test(row_13_1_every_implementation_says_the_same_with_2_beams_and_2_returned),
+        cmocka_unit_test(row_11_5_a_history_that_is_all_cached_or_goes_another_way_is_answered_as_if_cold),
         cmocka_unit_test(row_13_1_quanto_and_hqq_say_what_full_precision_says_and_something_is_quantised),
     };
 
