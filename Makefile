@@ -186,6 +186,7 @@ shell: packages
 .PHONY: check
 check: packages
 	$(Q)$(MAKE) --no-print-directory check-layers programs tests
+	$(Q)tests/check-semantics
 	$(Q)tests/check-units $(BUILD)
 	$(Q)LEAT_TEST_MODEL="$$($(SCRIPTS)/fetch-model)" tests/run-tests $(BUILD)
 

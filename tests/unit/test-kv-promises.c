@@ -141,6 +141,22 @@ static void sharing_a_fork_costs_pointers_in_proportion_to_its_pages_and_no_copy
     assert_true(bytes[1] - bytes[0] <= 4096 / KV_PAGE_TOKENS * sizeof(void *));
 }
 
+/* A fork that goes on copies the block that it shares in part, once, and only its complete pages. */
+static void sharing_a_fork_that_goes_on_copies_one_block_at_most(void **state)
+{
+    KvPolicy policy = streaming(KV_FORM_LEAT, KV_GROWTH_DYNAMIC);
+    Fixture *fixture;
+
+    (void)state;
+    policy.home = KV_HOME_DEVICE; /* there a copy is a command, which is counted */
+    fixture = opened(small, 3, policy);
+    run_to(fixture, 1, 1001);
+    fork_to(fixture, 1);
+    run_to(fixture, 2, 1300);
+    assert_int_equal(fixture->gpu.unshare_bytes, 3ull * (1001 / KV_PAGE_TOKENS % KV_BLOCK_PAGES) * page_bytes(fixture));
+    (void)fixture_free(fixture);
+}
+
 /* ---- streaming ------------------------------------------------------------------------------------------------------------------------- */
 
 /* Bytes that @n_steps passes of @n_tokens of the first @n_items sequences copy to the ring.  The prefetch is ahead of them by as many tiles
@@ -324,6 +340,7 @@ int main(void)
         cmocka_unit_test(memory_at_8192_tokens_4_bit_forms_keep_at_most_0_30_of_f16_and_the_device_ring_and_tail_only),
         cmocka_unit_test(memory_64_forks_of_an_8k_prefix_cost_less_than_1_mib_before_they_diverge),
         cmocka_unit_test(sharing_a_fork_costs_pointers_in_proportion_to_its_pages_and_no_copy),
+        cmocka_unit_test(sharing_a_fork_that_goes_on_copies_one_block_at_most),
         cmocka_unit_test(streaming_a_step_copies_every_page_once_for_any_ring_and_tile),
         cmocka_unit_test(streaming_a_tile_may_be_larger_than_a_layer_and_a_ring_longer_than_a_step),
         cmocka_unit_test(streaming_a_prefill_pass_copies_what_came_before_it_once_whatever_its_rows),

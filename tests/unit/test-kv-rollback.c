@@ -48,22 +48,6 @@ static void row_14_16_growing_sends_each_page_home_once(void **state)
         }
 }
 
-/* A fork that goes on copies the block that it shares in part, once, and only its complete pages. */
-static void sharing_a_fork_that_goes_on_copies_one_block_at_most(void **state)
-{
-    KvPolicy policy = streaming(KV_FORM_LEAT, KV_GROWTH_DYNAMIC);
-    Fixture *fixture;
-
-    (void)state;
-    policy.home = KV_HOME_DEVICE; /* there a copy is a command, which is counted */
-    fixture = opened(small, 3, policy);
-    run_to(fixture, 1, 1001);
-    fork_to(fixture, 1);
-    run_to(fixture, 2, 1300);
-    assert_int_equal(fixture->gpu.unshare_bytes, 3ull * (1001 / KV_PAGE_TOKENS % KV_BLOCK_PAGES) * page_bytes(fixture));
-    (void)fixture_free(fixture);
-}
-
 /* ---- combinations ---------------------------------------------------------------------------------------------------------------------- */
 
 static void write_cross(Fixture *fixture, uint32_t *ids)
@@ -340,7 +324,6 @@ static void row_6_1_crop_0_gives_what_was_recorded_back_at_once(void **state)
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(sharing_a_fork_that_goes_on_copies_one_block_at_most),
         cmocka_unit_test(row_12_every_growth_home_form_and_kind_of_layer_works_together),
         cmocka_unit_test(row_8_6_compatibility_mode_refuses_other_layers_by_name),
         cmocka_unit_test(row_6_1_crop_0_gives_what_was_recorded_back_at_once),
