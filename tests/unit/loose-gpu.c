@@ -244,6 +244,11 @@ GpuBuffer *gpu_buffer_free(GpuBuffer *buffer)
     return NULL;
 }
 
+uint64_t gpu_buffer_bytes(const GpuBuffer *buffer)
+{
+    return buffer->bytes;
+}
+
 static void loose_count(Gpu *gpu, const char *label, uint64_t bytes)
 {
     gpu->tile_bytes += strcmp(label, "kv tile") == 0 ? bytes : 0;
