@@ -6,6 +6,7 @@
  */
 
 #include "opencl/gpu-internal.h"
+#include "quant/base/file.h"
 #include "quant/base/log.h"
 
 #include <dirent.h>
@@ -61,36 +62,6 @@ static int open_directory(const char *path, bool create, int *ret)
     return 0;
 }
 
-int gpu_read_all(int fd, void *to, size_t size)
-{
-    for (char *at = to; size > 0;) {
-        ssize_t n = read(fd, at, size);
-
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return n < 0 ? -errno : -EBADMSG;
-        at += n;
-        size -= (size_t)n;
-    }
-    return 0;
-}
-
-int gpu_write_all(int fd, const void *from, size_t size)
-{
-    for (const char *at = from; size > 0;) {
-        ssize_t n = write(fd, at, size);
-
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0)
-            return -errno;
-        at += n;
-        size -= (size_t)n;
-    }
-    return 0;
-}
-
 /* Native code runs from these files: nobody else may have written them. */
 static bool is_ours(const struct stat *entry)
 {
@@ -110,7 +81,7 @@ static int read_entry(int fd, const unsigned char key[GPU_KEY_BYTES], GpuBinary 
         return -errno;
     if (!is_ours(&entry))
         return -EPERM;
-    r = gpu_read_all(fd, &header, sizeof(header));
+    r = file_read(fd, &header, sizeof(header));
     if (r)
         return r;
     if (memcmp(header.magic, cache_magic, sizeof(cache_magic)) != 0 || header.version != CACHE_VERSION ||
@@ -120,7 +91,7 @@ static int read_entry(int fd, const unsigned char key[GPU_KEY_BYTES], GpuBinary 
     bytes = malloc(header.binary_bytes);
     if (!bytes)
         return -ENOMEM;
-    r = gpu_read_all(fd, bytes, header.binary_bytes);
+    r = file_read(fd, bytes, header.binary_bytes);
     if (r)
         return r;
     if (EVP_Digest(bytes, header.binary_bytes, checksum, NULL, EVP_sha256(), NULL) != 1 ||
@@ -195,47 +166,43 @@ static void trim(int directory_fd)
         (void)unlinkat(directory_fd, oldest, 0);
 }
 
-static int write_entry(int fd, const CacheHeader *header, const GpuBinary *binary)
-{
-    int r = gpu_write_all(fd, header, sizeof(*header));
+typedef struct CacheEntry {
+    CacheHeader header;
+    const GpuBinary *binary;
+} CacheEntry;
 
-    if (!r)
-        r = gpu_write_all(fd, binary->bytes, binary->n_bytes);
-    if (!r && fsync(fd) < 0)
-        r = -errno;
-    return r;
+static int write_entry(void *userdata, int fd)
+{
+    const CacheEntry *entry = userdata;
+    int r = file_write(fd, &entry->header, sizeof(entry->header));
+
+    return r ? r : file_write(fd, entry->binary->bytes, entry->binary->n_bytes);
 }
 
 int gpu_cache_store(const char *path, const unsigned char key[GPU_KEY_BYTES], const GpuBinary *binary)
 {
-    CacheHeader header = {.version = CACHE_VERSION, .header_bytes = sizeof(header), .binary_bytes = binary->n_bytes};
-    char name[ENTRY_NAME_BYTES], temporary[ENTRY_NAME_BYTES + 32];
-    _cleanup_(close_fdp) int directory = -1, fd = -1;
+    CacheEntry entry = {{.version = CACHE_VERSION, .header_bytes = sizeof(CacheHeader), .binary_bytes = binary->n_bytes}, binary};
+    _cleanup_(close_fdp) int directory = -1;
+    _cleanup_(freep) char *file = NULL;
+    char name[ENTRY_NAME_BYTES];
     int r = open_directory(path, true, &directory);
 
     if (r)
         return r;
     if (binary->n_bytes == 0 || binary->n_bytes > CACHE_BINARY_MAX)
         return error_origin(-EFBIG);
-    memcpy(header.magic, cache_magic, sizeof(header.magic));
-    memcpy(header.key, key, GPU_KEY_BYTES);
-    if (EVP_Digest(binary->bytes, binary->n_bytes, header.checksum, NULL, EVP_sha256(), NULL) != 1)
+    memcpy(entry.header.magic, cache_magic, sizeof(entry.header.magic));
+    memcpy(entry.header.key, key, GPU_KEY_BYTES);
+    if (EVP_Digest(binary->bytes, binary->n_bytes, entry.header.checksum, NULL, EVP_sha256(), NULL) != 1)
         return error_origin(-EIO);
     entry_name(key, name, sizeof(name));
-    /* Two processes may compile the same program: each writes its own file, the last rename wins. */
-    (void)snprintf(temporary, sizeof(temporary), ".%s.%ld", name, (long)getpid());
-    (void)unlinkat(directory, temporary, 0);
-    fd = openat(directory, temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd < 0)
-        return error_origin(-errno);
-    r = write_entry(fd, &header, binary);
-    if (!r && renameat(directory, temporary, directory, name) < 0)
-        r = -errno;
-    if (r) {
-        (void)unlinkat(directory, temporary, 0);
-        return error_origin(r);
+    if (asprintf(&file, "%s/%s", path, name) < 0) {
+        file = NULL;
+        return error_origin(-ENOMEM);
     }
-    (void)fsync(directory);
+    r = file_replace(file, write_entry, &entry);
+    if (r)
+        return error_trace(r);
     trim(directory);
     return 0;
 }

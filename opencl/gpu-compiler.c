@@ -12,6 +12,7 @@
  */
 
 #include "opencl/gpu-internal.h"
+#include "quant/base/file.h"
 #include "quant/base/log.h"
 
 #include <fcntl.h>
@@ -60,9 +61,9 @@ static int job_file(const Gpu *gpu, const char *text, const char *options, int *
     if (fd < 0)
         return error_origin(-errno);
     memcpy(header.magic, job_magic, sizeof(header.magic));
-    r = gpu_write_all(fd, &header, sizeof(header));
+    r = file_write(fd, &header, sizeof(header));
     for (size_t i = 0; i < N_ELEMENTS(parts) && !r; i++)
-        r = gpu_write_all(fd, parts[i], strlen(parts[i]));
+        r = file_write(fd, parts[i], strlen(parts[i]));
     if (!r && lseek(fd, 0, SEEK_SET) < 0)
         r = -errno;
     if (r)
@@ -254,13 +255,13 @@ static int read_part(int fd, uint64_t size, char **ret)
     if (size > JOB_PART_MAX)
         return error_origin(-EBADMSG);
     *ret = calloc(1, size + 1);
-    return *ret ? gpu_read_all(fd, *ret, size) : error_origin(-ENOMEM);
+    return *ret ? file_read(fd, *ret, size) : error_origin(-ENOMEM);
 }
 
 static int read_job(int fd, Job *job)
 {
     JobHeader header;
-    int r = gpu_read_all(fd, &header, sizeof(header));
+    int r = file_read(fd, &header, sizeof(header));
 
     if (!r && memcmp(header.magic, job_magic, sizeof(job_magic)) != 0)
         r = -EBADMSG;
@@ -331,10 +332,10 @@ int gpu_compiler_main(int in_fd, int out_fd)
     header.status = r;
     header.log_bytes = log ? strlen(log) : 0;
     header.binary_bytes = r ? 0 : binary.n_bytes;
-    r = gpu_write_all(reply_fd, &header, sizeof(header));
+    r = file_write(reply_fd, &header, sizeof(header));
     if (!r)
-        r = gpu_write_all(reply_fd, log ? log : "", header.log_bytes);
+        r = file_write(reply_fd, log ? log : "", header.log_bytes);
     if (!r)
-        r = gpu_write_all(reply_fd, binary.bytes, header.binary_bytes);
+        r = file_write(reply_fd, binary.bytes, header.binary_bytes);
     return r ? EXIT_FAILURE : EXIT_SUCCESS;
 }

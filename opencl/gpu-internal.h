@@ -246,8 +246,6 @@ int gpu_cache_load(const char *path, const unsigned char key[GPU_KEY_BYTES], Gpu
 int gpu_cache_store(const char *path, const unsigned char key[GPU_KEY_BYTES], const GpuBinary *binary);
 void gpu_cache_drop(const char *path, const unsigned char key[GPU_KEY_BYTES]);
 /* The whole size, or a negative errno; -EBADMSG at an early end. */
-int gpu_read_all(int fd, void *to, size_t size);
-int gpu_write_all(int fd, const void *from, size_t size);
 
 void gpu_programs_free(Gpu *gpu);
 /* A copy of @text that lives as long as the Gpu; NULL when memory is short. */

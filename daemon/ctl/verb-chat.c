@@ -8,6 +8,7 @@
  */
 
 #include "daemon/ctl/ctl.h"
+#include "quant/base/file.h"
 
 #include <fcntl.h>
 #include <string.h>
@@ -72,55 +73,49 @@ static void ctl_kept_restore(Ctl *ctl, const char *session)
         (void)fprintf(stderr, "leat: %s is of no use: the conversation is run again\n", path);
 }
 
-/* Writes a new file beside the old one, syncs it and puts it in its place. */
-static int ctl_kept_replace(const Ctl *ctl, const char *suffix, int (*write)(void *userdata, int fd), void *userdata)
-{
-    _cleanup_(freep) char *path = NULL, *temporary = NULL;
-    _cleanup_(close_fdp) int fd = -1;
-    int r = ctl_kept_path(ctl, suffix, &path);
-
-    if (!r && asprintf(&temporary, "%s.XXXXXX", path) < 0)
-        r = ctl_fail(CTL_EXIT_FAILED, "out of memory");
-    if (r)
-        return r;
-    fd = mkostemp(temporary, O_CLOEXEC);
-    if (fd < 0)
-        return ctl_fail(CTL_EXIT_FAILED, "%s: %s", temporary, strerror(errno));
-    r = write(userdata, fd);
-    if (!r && (fsync(fd) < 0 || rename(temporary, path) < 0))
-        r = ctl_fail(CTL_EXIT_FAILED, "%s: %s", path, strerror(errno));
-    if (r)
-        (void)unlink(temporary);
-    return r;
-}
-
 typedef struct CtlKept {
     Ctl *ctl;
     const char *session;
     const json_t *messages;
+    int said; /* the exit status of what has been told already */
 } CtlKept;
 
 static int ctl_write_messages(void *userdata, int fd)
 {
-    const CtlKept *kept = userdata;
+    CtlKept *kept = userdata;
 
-    return json_dumpfd(kept->messages, fd, JSON_INDENT(1)) < 0 ? ctl_fail(CTL_EXIT_FAILED, "--keep %s: cannot be written", kept->ctl->keep)
-                                                               : CTL_EXIT_DONE;
+    if (json_dumpfd(kept->messages, fd, JSON_INDENT(1)) < 0)
+        kept->said = ctl_fail(CTL_EXIT_FAILED, "--keep %s: cannot be written", kept->ctl->keep);
+    return kept->said ? -ECANCELED : 0;
 }
 
 static int ctl_write_session(void *userdata, int fd)
 {
-    const CtlKept *kept = userdata;
+    CtlKept *kept = userdata;
 
-    return ctl_kept_call(kept->ctl, kept->session, "Save", fd);
+    kept->said = ctl_kept_call(kept->ctl, kept->session, "Save", fd);
+    return kept->said ? -ECANCELED : 0;
+}
+
+static int ctl_kept_replace(CtlKept *kept, const char *suffix, FileFill fill)
+{
+    _cleanup_(freep) char *path = NULL;
+    int r = ctl_kept_path(kept->ctl, suffix, &path);
+
+    if (r)
+        return r;
+    r = file_replace(path, fill, kept);
+    if (kept->said)
+        return kept->said;
+    return r ? ctl_fail(CTL_EXIT_FAILED, "%s: %s", path, strerror(-r)) : CTL_EXIT_DONE;
 }
 
 static int ctl_kept_write(Ctl *ctl, const char *session, const json_t *messages)
 {
-    CtlKept kept = {ctl, session, messages};
-    int r = ctl_kept_replace(ctl, "", ctl_write_messages, &kept);
+    CtlKept kept = {ctl, session, messages, CTL_EXIT_DONE};
+    int r = ctl_kept_replace(&kept, "", ctl_write_messages);
 
-    return r ? r : ctl_kept_replace(ctl, ".kv", ctl_write_session, &kept);
+    return r ? r : ctl_kept_replace(&kept, ".kv", ctl_write_session);
 }
 
 /* ---- turns --------------------------------------------------------------------------------------------------------------------- */

@@ -2,6 +2,7 @@
 /* Teacher-forced logits into an .npy file. */
 
 #include "daemon/engine/evaluate.h"
+#include "quant/base/file.h"
 
 #include <string.h>
 #include <sys/stat.h>
@@ -19,19 +20,9 @@ struct Evaluation {
 
 static int write_all(int fd, const void *data, size_t n, ErrorDetail *reterr)
 {
-    const char *at = data;
+    int r = file_write(fd, data, n);
 
-    while (n > 0) {
-        ssize_t written = write(fd, at, n);
-
-        if (written < 0 && errno == EINTR)
-            continue;
-        if (written <= 0)
-            return error_detail_set(reterr, written < 0 ? -errno : -EIO, "the logits cannot be written: %m");
-        at += written;
-        n -= (size_t)written;
-    }
-    return 0;
+    return r ? error_detail_set(reterr, r, "the logits cannot be written: %s", strerror(-r)) : 0;
 }
 
 /* Magic, version, length, a Python dictionary padded with blanks so that the data begins at a multiple of 64. */

@@ -2,6 +2,7 @@
 /* State files: checked reading, atomic writing. */
 
 #include "daemon/model/state-file.h"
+#include "quant/base/file.h"
 
 #include <assert.h>
 #include <fcntl.h>
@@ -29,40 +30,11 @@ static StateHeader make_header(const StateKind *kind, size_t bytes)
     return header;
 }
 
-static int make_path(char path[static PATH_MAX], const char *state_dir, const StateKind *kind, const char *name,
-                     const char *suffix)
+static int make_path(char path[static PATH_MAX], const char *state_dir, const StateKind *kind, const char *name)
 {
-    int n = snprintf(path, PATH_MAX, "%s/%s/%s%s", state_dir, kind->folder, name, suffix);
+    int n = snprintf(path, PATH_MAX, "%s/%s/%s", state_dir, kind->folder, name);
 
     return n < 0 || n >= PATH_MAX ? error_origin(-ENAMETOOLONG) : 0;
-}
-
-static int read_exactly(int fd, void *data, size_t bytes)
-{
-    for (size_t done = 0; done < bytes;) {
-        ssize_t n = read(fd, (char *)data + done, bytes - done);
-
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return -ENOENT;
-        done += (size_t)n;
-    }
-    return 0;
-}
-
-static int write_exactly(int fd, const void *data, size_t bytes)
-{
-    for (size_t done = 0; done < bytes;) {
-        ssize_t n = write(fd, (const char *)data + done, bytes - done);
-
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0)
-            return error_origin(-errno);
-        done += (size_t)n;
-    }
-    return 0;
 }
 
 /* SHA-256 of the header, then of the payload. */
@@ -87,13 +59,13 @@ int state_file_read(const char *state_dir, const StateKind *kind, const char *na
 
     if (!data)
         return error_origin(-ENOMEM);
-    if (make_path(path, state_dir, kind, name, ""))
+    if (make_path(path, state_dir, kind, name))
         return -ENOENT;
     fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0 || fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || (uint64_t)st.st_size != sizeof(header) + bytes + SUM_BYTES)
         return -ENOENT;
-    if (read_exactly(fd, &header, sizeof(header)) || memcmp(&header, &wanted, sizeof(header)) || read_exactly(fd, data, bytes) ||
-        read_exactly(fd, stored, sizeof(stored)))
+    if (file_read(fd, &header, sizeof(header)) || memcmp(&header, &wanted, sizeof(header)) || file_read(fd, data, bytes) ||
+        file_read(fd, stored, sizeof(stored)))
         return -ENOENT;
     if (checksum(&header, data, bytes, sum) || memcmp(sum, stored, sizeof(sum)))
         return -ENOENT;
@@ -119,44 +91,35 @@ static int make_folders(const char *state_dir, const StateKind *kind)
     return mkdir(path, 0700) < 0 && errno != EEXIST ? error_origin(-errno) : 0;
 }
 
-static int write_content(int fd, const StateKind *kind, const void *payload, size_t bytes)
+typedef struct Content {
+    const StateKind *kind;
+    const void *payload;
+    size_t bytes;
+} Content;
+
+static int write_content(void *userdata, int fd)
 {
-    StateHeader header = make_header(kind, bytes);
+    const Content *content = userdata;
+    StateHeader header = make_header(content->kind, content->bytes);
     uint8_t sum[SUM_BYTES];
     int r;
 
-    r = checksum(&header, payload, bytes, sum);
+    r = checksum(&header, content->payload, content->bytes, sum);
     if (!r)
-        r = write_exactly(fd, &header, sizeof(header));
+        r = file_write(fd, &header, sizeof(header));
     if (!r)
-        r = write_exactly(fd, payload, bytes);
-    if (!r)
-        r = write_exactly(fd, sum, sizeof(sum));
-    if (!r && fsync(fd) < 0)
-        r = error_origin(-errno);
-    return r;
+        r = file_write(fd, content->payload, content->bytes);
+    return r ? r : file_write(fd, sum, sizeof(sum));
 }
 
 int state_file_write(const char *state_dir, const StateKind *kind, const char *name, const void *payload, size_t bytes)
 {
-    char path[PATH_MAX], temporary[PATH_MAX];
-    _cleanup_(close_fdp) int fd = -1;
+    Content content = {kind, payload, bytes};
+    char path[PATH_MAX];
     int r;
 
     r = make_folders(state_dir, kind);
     if (!r)
-        r = make_path(path, state_dir, kind, name, "");
-    if (!r)
-        r = make_path(temporary, state_dir, kind, name, ".XXXXXX");
-    if (r)
-        return error_trace(r);
-    fd = mkostemp(temporary, O_CLOEXEC);
-    if (fd < 0)
-        return error_origin(-errno);
-    r = write_content(fd, kind, payload, bytes);
-    if (!r && rename(temporary, path) < 0)
-        r = error_origin(-errno);
-    if (r)
-        (void)unlink(temporary);
-    return r;
+        r = make_path(path, state_dir, kind, name);
+    return r ? error_trace(r) : file_replace(path, write_content, &content);
 }

@@ -3,6 +3,7 @@
 
 #include "daemon/model/weights-file.h"
 #include "quant/base/checked.h"
+#include "quant/base/file.h"
 #include "quant/base/log.h"
 
 #include <assert.h>
@@ -133,13 +134,13 @@ static int make_header(const Weights *weights, const ModelParams *params, const 
 
 /* ---- paths ------------------------------------------------------------------------------------------------------------------ */
 
-static int make_path(char path[static PATH_MAX], const char *state_dir, const uint8_t digest[static DIGEST_BYTES], const char *suffix)
+static int make_path(char path[static PATH_MAX], const char *state_dir, const uint8_t digest[static DIGEST_BYTES])
 {
     char name[2 * DIGEST_BYTES + 1];
     int n;
 
     digest_to_hex(digest, name);
-    n = snprintf(path, PATH_MAX, "%s/" FOLDER "/%s%s", state_dir, name, suffix);
+    n = snprintf(path, PATH_MAX, "%s/" FOLDER "/%s", state_dir, name);
     return n < 0 || n >= PATH_MAX ? error_origin(-ENAMETOOLONG) : 0;
 }
 
@@ -260,7 +261,7 @@ int weights_file_open(const char *state_dir, const uint8_t digest[static DIGEST_
     struct stat st;
     Header wanted;
 
-    if (make_header(weights, params, digest, &wanted) || make_path(path, state_dir, digest, ""))
+    if (make_header(weights, params, digest, &wanted) || make_path(path, state_dir, digest))
         return -ENOENT;
     fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0 || fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || (uint64_t)st.st_size != HEADER_BYTES + weights->image_bytes)
@@ -304,25 +305,28 @@ static int fill_file(int fd, const Header *header, const ModelParams *params, We
     to = weights->mapping;
     *to = *header;
     to->sums_sum = sum_bytes(0, sums, weights->n_blocks * sizeof(*sums));
-    return fsync(fd) < 0 ? error_origin(-errno) : 0;
+    return 0;
 }
 
-static int fill_and_rename(int fd, const char *temporary, const char *path, const Header *header, const ModelParams *params,
-                           Weights *weights)
-{
-    int r;
+typedef struct Making {
+    const Header *header;
+    const ModelParams *params;
+    Weights *weights;
+} Making;
 
-    r = fill_file(fd, header, params, weights);
-    unmap(weights);
-    if (!r && rename(temporary, path) < 0)
-        r = error_origin(-errno);
-    return r ? r : map_file(fd, weights);
+/* And maps what was written, which keeps its memory under whatever name. */
+static int fill_and_map(void *userdata, int fd)
+{
+    const Making *making = userdata;
+    int r = fill_file(fd, making->header, making->params, making->weights);
+
+    unmap(making->weights);
+    return r ? r : map_file(fd, making->weights);
 }
 
 int weights_file_make(const char *state_dir, const uint8_t digest[static DIGEST_BYTES], const ModelParams *params, Weights *weights)
 {
-    char path[PATH_MAX], temporary[PATH_MAX];
-    _cleanup_(close_fdp) int fd = -1;
+    char path[PATH_MAX];
     Header header;
     int r;
 
@@ -330,18 +334,12 @@ int weights_file_make(const char *state_dir, const uint8_t digest[static DIGEST_
     if (!r)
         r = make_folder(state_dir);
     if (!r)
-        r = make_path(path, state_dir, digest, "");
-    if (!r)
-        r = make_path(temporary, state_dir, digest, ".XXXXXX");
+        r = make_path(path, state_dir, digest);
     if (!r)
         r = make_room(state_dir, HEADER_BYTES + weights->image_bytes);
+    if (!r)
+        r = file_replace(path, fill_and_map, &(Making){&header, params, weights});
     if (r)
-        return error_trace(r);
-    fd = mkostemp(temporary, O_CLOEXEC);
-    if (fd < 0)
-        return error_origin(-errno);
-    r = fill_and_rename(fd, temporary, path, &header, params, weights);
-    if (r)
-        (void)unlink(temporary);
+        unmap(weights);
     return error_trace(r);
 }
