@@ -60,6 +60,7 @@ LIB_SRC    := $(QUANT_SRC) $(OPENCL_SRC) $(CACHE_SRC) $(TEXT_SRC) $(MODEL_SRC) $
 
 UNIT_TESTS   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/unit/test-*.c)))
 PARITY_TESTS := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/parity/test-*.c)))
+FAULT_TESTS  := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/faults/test-*.c)))
 BUS_TESTS    := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/bus/test-*.c)))
 BENCHES      := $(patsubst tests/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/bench/bench-*.c)))
 
@@ -139,7 +140,7 @@ $(BUILD)/tests/bus/test-bus-protocol $(BUILD)/tests/bus/test-bus-policy $(BUILD)
 $(BUILD)/tests/bus/test-bus-daemon $(BUILD)/tests/bus/test-bus-soak: | $(BUILD)/leatd
 
 .PHONY: tests
-tests: $(UNIT_TESTS) $(PARITY_TESTS) $(BUS_TESTS) sim
+tests: $(UNIT_TESTS) $(PARITY_TESTS) $(FAULT_TESTS) $(BUS_TESTS) sim
 
 # The simulated small GPU (tests/sim/README.md): a layer for the OpenCL loader, of no use to the programs themselves.
 SIM         := $(BUILD)/tests/sim/libclsim.so
@@ -153,7 +154,20 @@ $(SIM): $(sim_objects)
 .PHONY: sim
 sim: $(SIM)
 
-$(filter $(BUILD)/tests/parity/test-sim-%,$(PARITY_TESTS)): | $(SIM)
+$(filter $(BUILD)/tests/parity/test-sim-%,$(PARITY_TESTS)) $(FAULT_TESTS): | $(SIM)
+
+# Fault tests: what leat's own objects call of OpenCL, and what gives them memory, passes through tests/lib/fault-*.c.
+FAULT_CALLS := clGetPlatformIDs clGetPlatformInfo clGetDeviceIDs clGetDeviceInfo clCreateContext clReleaseContext \
+               clCreateCommandQueue clReleaseCommandQueue clCreateBuffer clReleaseMemObject \
+               clSetMemObjectDestructorCallback clCreateProgramWithSource clCreateProgramWithBinary clReleaseProgram \
+               clBuildProgram clGetProgramInfo clGetProgramBuildInfo clCreateKernel clReleaseKernel clSetKernelArg \
+               clGetKernelWorkGroupInfo clEnqueueNDRangeKernel clEnqueueWriteBuffer clEnqueueReadBuffer \
+               clEnqueueCopyBuffer clEnqueueFillBuffer clEnqueueMigrateMemObjects clEnqueueBarrierWithWaitList clFlush \
+               clFinish clWaitForEvents clGetEventInfo clSetEventCallback clReleaseEvent clGetEventProfilingInfo
+FAULT_MEMORY := fopen fdopen open_memstream getdelim memfd_create eventfd pthread_create EVP_MD_CTX_new XXH3_createState \
+                json_object json_array json_string json_integer json_real json_dumps malloc calloc realloc reallocarray \
+                free strdup strndup asprintf vasprintf mmap munmap mremap
+$(FAULT_TESTS): private LDFLAGS += $(foreach f,$(FAULT_CALLS) $(FAULT_MEMORY),-Wl,--wrap=$f)
 
 # make test T=kv-codec F='*odd*' runs one program, one pattern; no match is a failure.
 .PHONY: test
@@ -190,16 +204,18 @@ check: packages
 	$(Q)tests/check-units $(BUILD)
 	$(Q)LEAT_TEST_MODEL="$$($(SCRIPTS)/fetch-model)" tests/run-tests $(BUILD)
 
-# Many clients at once on a daemon for ten minutes, then an hour of random programs on the cache, over all shapes and forms; seeds are printed.
+# Many clients at once on a daemon for ten minutes, an hour of random programs on the cache, over all shapes and forms, then every fault, which
+# takes hours; seeds are printed.
 #   make soak SOAK_SECONDS=600
 SOAK_SECONDS ?= 3600
 .PHONY: soak
 soak: packages
-	$(Q)$(MAKE) --no-print-directory programs $(BUILD)/tests/parity/test-cache-random $(BUILD)/tests/bus/test-bus-soak
+	$(Q)$(MAKE) --no-print-directory programs $(BUILD)/tests/parity/test-cache-random $(BUILD)/tests/bus/test-bus-soak $(FAULT_TESTS)
 	$(Q)export LEAT_TEST_DATA=tests/data LEAT_TEST_CACHE=$${LEAT_TEST_CACHE:-$(BUILD)/test-cache} && mkdir -p $$LEAT_TEST_CACHE && \
 	  status=0; LEAT_SOAK_SECONDS=$$(($(SOAK_SECONDS) / 6)) $(BUILD)/tests/bus/test-bus-soak || status=1; \
 	  LEAT_RANDOM_WIDE=1 LEAT_RANDOM_SECONDS=$(SOAK_SECONDS) \
-	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random || status=1; exit $$status
+	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random || status=1; \
+	  LEAT_SOAK=1 LEAT_TEST_ONLY=faults tests/run-tests $(BUILD) || status=1; exit $$status
 
 # Includes go down only: daemon -> cache -> opencl -> quant; inside daemon: bus -> engine -> {model, text}.
 .PHONY: check-layers
@@ -226,7 +242,7 @@ help:
 	  "make shell [CMD='...']  a private bus with the daemon, leat on PATH [CONFIG=FILE.yaml]" \
 	  'make check              all set-up and every test  [SANITIZE=address,undefined]' \
 	  "make test T=NAME [F='*pattern*']  one test program" \
-  'make soak               ten minutes of clients on a daemon, an hour of random programs on the cache  [SOAK_SECONDS=3600]' \
+  'make soak               clients on a daemon, random programs on the cache, then every fault (hours)  [SOAK_SECONDS=3600]' \
 	  'make sim                the simulated small GPU, a layer for the OpenCL loader (tests/sim/README.md)' \
   'make bench              ratios against llama.cpp, in one run on a quiet machine' \
 	  'make install            [DESTDIR=] [PREFIX=/usr] [SYSCONFDIR=/etc]' \

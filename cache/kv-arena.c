@@ -20,7 +20,7 @@ static KvArena *arena_free(KvArena *arena)
         return NULL;
     arena->buffer = gpu_buffer_free(arena->buffer);
     if (arena->memory)
-        (void)munmap(arena->memory, arena->mapped_bytes);
+        gpu_unmap_host(arena->owner->options.gpu, arena->memory, arena->mapped_bytes);
     free(arena->owners);
     free(arena->used);
     free(arena);

@@ -54,8 +54,8 @@ KvSave *kv_save_end(KvSave *save)
     kv_image_free(save->image);
     (void)kv_saved_unref(save->tail);
     (void)kv_saved_unref(save->state);
-    for (uint32_t l = 0; save->buffers && l < store->sizes.n_layers; l++)
-        free(save->buffers[l]);
+    for (uint32_t l = 0; store && save->buffers && l < store->sizes.n_layers; l++)
+        gpu_free_host(store->gpu, save->buffers[l]);
     free(save->buffers);
     free(save->record);
     free(save->extra);
@@ -213,6 +213,8 @@ static int add_all(KvSave *save, const void *extra, size_t n_extra, ErrorDetail 
     }
     if (!r)
         r = kv_error(gpu_drain(store->gpu, KV_TIMEOUT_USEC, reterr));
+    else if (!gpu_is_lost(store->gpu))
+        (void)gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL); /* what is downloaded already still writes to the buffers */
     return error_trace(r);
 }
 

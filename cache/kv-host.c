@@ -140,8 +140,8 @@ KvHost *kv_host_free(KvHost *host)
         return NULL;
     free(host->layers);
     free(host->inv_freq);
-    free(host->qkv);
-    free(host->out);
+    gpu_free_host(host->gpu, host->qkv);
+    gpu_free_host(host->gpu, host->out);
     free(host->k);
     free(host->v);
     free(host->scores);

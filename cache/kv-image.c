@@ -123,19 +123,18 @@ uint64_t kv_image_bytes(const KvImage *image)
     return place_chunks(image, NULL);
 }
 
-static uint64_t hash_chunk(const KvImageChunk *chunk)
+static int hash_chunk(const KvImageChunk *chunk, uint64_t *ret)
 {
     XXH3_state_t *state = XXH3_createState();
-    uint64_t hash = 0;
 
     if (!state)
-        return 0;
+        return error_origin(-ENOMEM);
     (void)XXH3_64bits_reset(state);
     for (uint32_t i = 0; i < chunk->n_pieces; i++)
         (void)XXH3_64bits_update(state, chunk->pieces[i].iov_base, chunk->pieces[i].iov_len);
-    hash = XXH3_64bits_digest(state);
+    *ret = XXH3_64bits_digest(state);
     (void)XXH3_freeState(state);
-    return hash;
+    return 0;
 }
 
 static uint64_t hash_table(ImageHeader header, const ImageEntry *entries)
@@ -184,15 +183,17 @@ int kv_image_write(const KvImage *image, int fd)
                           .n_tokens = image->facts.n_tokens};
     struct iovec head[2] = {{&header, sizeof(header)}, {entries, image->n_chunks * sizeof(*entries)}};
     uint64_t end = sizeof(header) + image->n_chunks * sizeof(*entries);
-    int r;
+    int r = 0;
 
     if (!entries)
         return error_origin(-ENOMEM);
     memcpy(header.magic, image_magic, sizeof(header.magic));
     memcpy(header.model, image->facts.model, sizeof(header.model));
     header.file_bytes = place_chunks(image, entries);
-    for (uint32_t i = 0; i < image->n_chunks; i++)
-        entries[i].hash = hash_chunk(&image->chunks[i]);
+    for (uint32_t i = 0; i < image->n_chunks && r == 0; i++)
+        r = hash_chunk(&image->chunks[i], &entries[i].hash);
+    if (r)
+        return error_trace(r);
     header.hash = hash_table(header, entries);
     r = write_all(fd, head, 2);
     for (uint32_t i = 0; i < image->n_chunks && r == 0; i++) {

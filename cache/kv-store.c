@@ -351,27 +351,25 @@ int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore
     return 0;
 }
 
-static void section_deinit(KvSection *section)
+static void section_deinit(const Gpu *gpu, KvSection *section)
 {
     (void)gpu_buffer_free(section->inputs);
     (void)gpu_buffer_free(section->calibration);
     (void)attend_free(section->attend);
     kv_schedule_deinit(&section->schedule);
     kv_schedule_deinit(&section->next_schedule);
-    free(section->inputs_memory);
-    free(section->constants);
+    gpu_free_host(gpu, section->inputs_memory);
+    gpu_free_host(gpu, section->constants);
     free(section->inv_freq);
 }
 
 KvStore *kv_store_free(KvStore *store)
 {
-    bool hung;
-
     if (!store)
         return NULL;
     /* Prefetched tiles and pages on their way home still use the memory below. */
-    hung = gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) == GPU_E_HUNG;
-    for (uint32_t s = 0; store->sections && s < store->sizes.n_sections && !hung; s++) {
+    (void)gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL);
+    for (uint32_t s = 0; store->sections && s < store->sizes.n_sections; s++) {
         kv_arenas_deinit(&store->sections[s].arenas);
         kv_arenas_deinit(&store->sections[s].resident);
     }
@@ -387,7 +385,7 @@ KvStore *kv_store_free(KvStore *store)
     }
     (void)gpu_buffer_free(store->sink_logits);
     for (uint32_t s = 0; store->sections && s < store->sizes.n_sections; s++)
-        section_deinit(&store->sections[s]);
+        section_deinit(store->gpu, &store->sections[s]);
     for (uint32_t i = 0; store->pass.entries && i < store->sizes.max_items; i++)
         free(store->pass.entries[i].sections);
     free(store->pass.entries);

@@ -38,12 +38,11 @@ KvSaved *kv_saved_unref(KvSaved *saved)
 {
     if (!saved || --saved->n_refs > 0)
         return NULL;
-    if (saved->event && gpu_event_status(saved->event) == 0 &&
-        gpu_event_wait(saved->tails->gpu, saved->event, SAVED_TIMEOUT_USEC, NULL) == GPU_E_HUNG)
-        return NULL; /* the device may still write there: leaked rather than freed under it */
+    if (saved->event && gpu_event_status(saved->event) == 0)
+        (void)gpu_event_wait(saved->tails->gpu, saved->event, SAVED_TIMEOUT_USEC, NULL);
     saved->event = gpu_event_unref(saved->event);
     kv_budget_return(saved->tails->host_budget, saved->tails->slot_bytes);
-    free(saved);
+    gpu_free_host(saved->tails->gpu, saved);
     return NULL;
 }
 

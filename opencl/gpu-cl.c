@@ -179,6 +179,13 @@ void gpu_lose(Gpu *gpu, const char *format, ...)
     va_end(args);
     atomic_store(&gpu->lost, true);
     log_debug("device '%s' is lost: %s", gpu->info.name, gpu->lost_text);
+    gpu_settle(gpu);
+}
+
+void gpu_explain(const Gpu *gpu, ErrorDetail *reterr)
+{
+    if (reterr && !reterr->text[0] && gpu_is_lost(gpu))
+        (void)error_detail_set(reterr, -ENODEV, "'%s': %s", gpu->info.name, gpu->lost_text);
 }
 
 int gpu_refuse_lost(Gpu *gpu, ErrorDetail *reterr)

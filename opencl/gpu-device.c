@@ -13,8 +13,6 @@
 #define SELFTEST_LOCAL 64
 /* The first launch may compile for seconds on a busy machine; a device that takes longer does not work. */
 #define SELFTEST_USEC  UINT64_C(120000000)
-/* How long closing waits for commands before it abandons the driver's objects. */
-#define CLOSE_USEC     UINT64_C(10000000)
 
 static void CL_CALLBACK context_notify(const char *text, const void *data, size_t size, void *userdata)
 {
@@ -335,22 +333,11 @@ static void free_events(Gpu *gpu)
     free(gpu->waits);
 }
 
-/* Releasing what a driver still works on may block for ever: wait first, and abandon everything if that fails. */
-static void settle(Gpu *gpu)
-{
-    uint64_t deadline_usec = gpu_now_usec() + CLOSE_USEC;
-
-    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX && !gpu->hung; queue++)
-        if (gpu->last[queue])
-            gpu->hung = clFlush(gpu->queues[queue]) != CL_SUCCESS ||
-                        gpu_wait_until(gpu, gpu->last[queue]->cl, deadline_usec) != 0;
-}
-
 Gpu *gpu_free(Gpu *gpu)
 {
     if (!gpu)
         return NULL;
-    settle(gpu);
+    gpu_settle(gpu);
     free_events(gpu);
     gpu_trace_deinit(gpu);
     gpu_programs_free(gpu);

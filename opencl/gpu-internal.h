@@ -182,7 +182,7 @@ int gpu_cl_check(Gpu *gpu, cl_int status, const char *call, const char *file, in
 #define CL_TRY(gpu, call)           gpu_cl_check((gpu), (call), #call, __FILE__, __LINE__, __func__)
 #define CL_CHECK(gpu, status, call) gpu_cl_check((gpu), (status), (call), __FILE__, __LINE__, __func__)
 
-/* Marks the device lost; the first text stays. */
+/* Marks the device lost, the first text stays, and waits for what is in flight: it uses memory that callers will now give back. */
 void gpu_lose(Gpu *gpu, const char *format, ...) _printf_(2, 3);
 /* -ENODEV with the reason. */
 int gpu_refuse_lost(Gpu *gpu, ErrorDetail *reterr);
@@ -221,6 +221,8 @@ GpuSignal *gpu_signal_unref(GpuSignal *signal);
 /* Waits until @event is no longer queued or running, whatever its status; 0, GPU_E_HUNG or a negative errno. */
 int gpu_wait_until(Gpu *gpu, cl_event event, uint64_t deadline_usec);
 uint64_t gpu_now_usec(void);
+/* Waits until nothing is in flight, whatever becomes of it; a device that does not come to rest is hung. */
+void gpu_settle(Gpu *gpu);
 /* Checks pending commands that have completed, records them, and lets them go; GPU_E_LOST when one failed. */
 int gpu_sweep(Gpu *gpu, ErrorDetail *reterr);
 

@@ -11,6 +11,7 @@
 #include "quant/base/checked.h"
 
 #include <string.h>
+#include <sys/mman.h>
 
 /* Without gpu_step_finish() (loading weights) pending commands are swept when there are this many. */
 #define SWEEP_AT_LEAST 4096
@@ -191,6 +192,18 @@ static bool in_range(const GpuBuffer *buffer, uint64_t offset, uint64_t bytes)
     uint64_t end;
 
     return checked_add(offset, bytes, &end) && end <= buffer->bytes;
+}
+
+void gpu_free_host(const Gpu *gpu, void *memory)
+{
+    if (!gpu || !gpu->hung)
+        free(memory);
+}
+
+void gpu_unmap_host(const Gpu *gpu, void *memory, size_t bytes)
+{
+    if (!gpu || !gpu->hung)
+        (void)munmap(memory, bytes);
 }
 
 int gpu_upload(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t offset, const void *from, uint64_t bytes, GpuWait wait,

@@ -9,6 +9,9 @@
 
 #include <time.h>
 
+/* How long commands are waited for when the device is closed or lost, before the driver's objects are abandoned. */
+#define SETTLE_USEC UINT64_C(10000000)
+
 uint64_t gpu_now_usec(void)
 {
     struct timespec now;
@@ -194,6 +197,32 @@ int gpu_event_wait(Gpu *gpu, GpuEvent *event, uint64_t timeout_usec, ErrorDetail
         r = gpu_sweep(gpu, reterr);
         return r ? r : error_detail_set(reterr, GPU_E_LOST, "'%s': a command failed", gpu->info.name);
     }
+}
+
+/* A call that fails now and then is tried once more: what is at stake is everything that the driver holds. */
+static bool queue_settles(Gpu *gpu, GpuQueue queue, uint64_t deadline_usec)
+{
+    for (int tries = 0; tries < 2; tries++) {
+        int r = gpu_wait_until(gpu, gpu->last[queue]->cl, deadline_usec);
+
+        if (r >= 0)
+            return r == 0;
+    }
+    return false;
+}
+
+void gpu_settle(Gpu *gpu)
+{
+    uint64_t deadline_usec = gpu_now_usec() + SETTLE_USEC;
+
+    if (gpu->hung)
+        return;
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
+        if (gpu->last[queue] && clFlush(gpu->queues[queue]) != CL_SUCCESS && clFlush(gpu->queues[queue]) != CL_SUCCESS)
+            gpu->hung = true;
+    for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX && !gpu->hung; queue++)
+        if (gpu->last[queue] && !gpu->last[queue]->complete)
+            gpu->hung = !queue_settles(gpu, queue, deadline_usec);
 }
 
 int gpu_step_begin(Gpu *gpu)

@@ -17,7 +17,9 @@
  * All functions are called from one thread (the engine's), except where "any thread" is said.
  * After a failing call other than a refused allocation the device is *lost*: later calls return -ENODEV at once.  A wrong
  * argument of ours (range, size, name) is refused with -EINVAL or -ENOENT before the driver sees it and loses nothing.
- * Freeing objects of a hung device abandons what the driver holds, because releasing it may block for ever.
+ * When a call fails, what is in flight is waited for, so host memory may be given back after a loss.  A device that does not come to
+ * rest is *hung*: freeing its objects abandons what the driver holds, because releasing it may block for ever, and host memory
+ * that commands have used must stay (gpu_free_host()).
  *
  * Environment: LEAT_SIMD=portable|avx2|avx512bw|vnni lowers GpuInfo.simd (tests).  The ICD loader reads its directory once
  * per process: a driver installed later is found by a new process only.  PoCL unpacks binaries under POCL_CACHE_DIR, else
@@ -103,6 +105,8 @@ const GpuInfo *gpu_info(const Gpu *gpu);
 bool gpu_is_lost(const Gpu *gpu); /* any thread */
 /* Lost because a wait passed its deadline. */
 bool gpu_is_hung(const Gpu *gpu);
+/* Of a lost device: says in @reterr (may be NULL) which call failed and how, unless something stands there. */
+void gpu_explain(const Gpu *gpu, ErrorDetail *reterr);
 
 /* ---- memory ---------------------------------------------------------------------------------------------------- */
 
@@ -161,6 +165,11 @@ typedef struct GpuWait {
     size_t n_events;
 } GpuWait;
 #define GPU_WAIT_NONE ((GpuWait){NULL, 0})
+
+/* free() and munmap() of memory that copies or kernels have used; of a hung device it is left to whoever still writes there.  @gpu may be
+ * NULL: then no command has. */
+void gpu_free_host(const Gpu *gpu, void *memory);
+void gpu_unmap_host(const Gpu *gpu, void *memory, size_t bytes);
 
 /* Asynchronous copies of at least one byte; host memory must stay valid and unchanged until the event.  @ret_event may be
  * NULL.  @label (static string) names the command in the timeline. */

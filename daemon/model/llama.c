@@ -339,12 +339,15 @@ int model_run(Model *model, KvStore *store, const ModelItem *items, uint32_t n_i
     r = prepare_batch(model, items, n_items, logits != NULL, &batch, reterr);
     if (!r)
         r = begin_pass(model, store, items, n_items, &pass, reterr);
-    if (r)
+    if (r) {
+        gpu_explain(model->gpu, reterr);
         return error_trace(r);
+    }
     r = queue_pass(model, pass, &batch, logits, tap, reterr);
     if (!r)
         r = model_fold_gpu(gpu_step_finish(model->gpu, model->options.deadline_usec, reterr));
     if (r) {
+        gpu_explain(model->gpu, reterr);
         /* What is already queued still writes to the caller's memory. */
         if (!gpu_is_lost(model->gpu))
             (void)gpu_drain(model->gpu, model->options.deadline_usec, NULL);

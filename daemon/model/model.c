@@ -141,7 +141,7 @@ static void free_rows(Model *model)
         (void)ops_free(model->head);
     model->ops = ops_free(model->ops);
     model->head = NULL;
-    free(model->host_input);
+    gpu_free_host(model->gpu, model->host_input);
     model->host_input = NULL;
 }
 
@@ -182,7 +182,9 @@ Model *model_free(Model *model)
     free_rows(model);
     free(model->calibration);
     free(model->means);
-    model_file_free(model->file);
+    /* Uploads read from it. */
+    if (!gpu_is_hung(model->gpu))
+        model_file_free(model->file);
     free(model);
     return NULL;
 }

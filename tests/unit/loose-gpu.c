@@ -17,6 +17,7 @@
 
 #include <assert.h>
 #include <string.h>
+#include <sys/mman.h>
 
 struct GpuBuffer {
     Gpu *gpu;
@@ -199,6 +200,23 @@ int gpu_flush(Gpu *gpu, GpuQueue queue)
 }
 
 /* ---- memory ----------------------------------------------------------------------------------------------------------- */
+
+void gpu_free_host(const Gpu *gpu, void *memory)
+{
+    (void)gpu;
+    free(memory);
+}
+
+void gpu_unmap_host(const Gpu *gpu, void *memory, size_t bytes)
+{
+    (void)gpu;
+    (void)munmap(memory, bytes);
+}
+
+bool gpu_is_lost(const Gpu *gpu)
+{
+    return gpu->lost;
+}
 
 const GpuInfo *gpu_info(const Gpu *gpu)
 {
