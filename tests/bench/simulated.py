@@ -192,7 +192,9 @@ class Bench:
                 environment["CLSIM_READ_RATE"] = str(self.read_rate)
         programs = os.path.join(self.work, "simulated" if ratio else "programs")
         os.makedirs(programs, exist_ok=True)
-        command = [os.path.join(self.build, "tests/bench/bench-stream"), self.models[model], f"depth={depth}", f"steps={steps}", f"trace={trace}",
+        # The first processor is the kernels' (POCL_AFFINITY), the last the copies': there the host, too, whose turn would hold up either.
+        command = ["taskset", "-c", str(max(os.sched_getaffinity(0)))] if ratio else []
+        command += [os.path.join(self.build, "tests/bench/bench-stream"), self.models[model], f"depth={depth}", f"steps={steps}", f"trace={trace}",
                    f"images={self.work}/pasts", f"state={self.work}", f"programs={programs}", *policies]
         runs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
         self.read_rate = self.read_rate or runs[0]["read_rate"]
