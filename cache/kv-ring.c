@@ -24,7 +24,7 @@ int kv_ring_init(KvRing *ring, Gpu *gpu, const KvSizes *sizes, ErrorDetail *rete
 {
     int r;
 
-    *ring = (KvRing){.gpu = gpu, .n_slots = sizes->plan.n_slots, .n_layers = sizes->n_layers};
+    *ring = (KvRing){.gpu = gpu, .n_slots = sizes->plan.n_slots, .n_layers = sizes->n_layers, .tile_bytes = sizes->tile_bytes};
     ring->layers = calloc(sizes->n_layers, sizeof(KvRingLayer));
     if (!ring->layers)
         return error_origin(KV_E_HOST_MEMORY);
@@ -96,7 +96,7 @@ static int copy_stretch(KvRing *ring, KvRingSlot *slot, const KvRingLayer *layer
  * the whole tile that is under way when they are queued. */
 static uint32_t most_pages(const KvRing *ring, const KvRingLayer *layer)
 {
-    uint64_t bytes = MAX(gpu_buffer_bytes(ring->slots[0].buffer) / PIECES, (uint64_t)PIECE_LEAST);
+    uint64_t bytes = MAX(ring->tile_bytes / PIECES, (uint64_t)PIECE_LEAST);
 
     return ring->next ? (uint32_t)MAX(bytes / layer->arenas->options.page_bytes, (uint64_t)1) : UINT32_MAX;
 }

@@ -41,6 +41,7 @@ typedef struct KvRing {
     KvRingSlot slots[KV_MAX_SLOTS];
     KvRingLayer *layers; /* (n_layers) */
     uint32_t n_slots, n_layers;
+    uint64_t tile_bytes; /* of a slot */
     bool next;           /* it reads for the pass to come */
     uint64_t head;       /* number of the pass's first tile, counted over all passes */
     KvRingPlace queued;  /* the first tile of this pass whose copy is not queued */
