@@ -5,6 +5,10 @@
 
 #include <string.h>
 
+/* What is fetched for the next pass comes in pieces: that pass's own inputs share the link, and would wait for all of what is under way.  Below
+ * that a copy's own cost counts. */
+#define AHEAD_BYTES (UINT64_C(256) << 10)
+
 /* ---- buffers ---------------------------------------------------------------------------------------------------------------- */
 
 /* Bytes of a block's buffer; 0: it has none. */
@@ -207,35 +211,52 @@ static uint32_t part_of(const WeightsDevice *device, uint64_t number)
     return device->order[device->n_spans_order + (number - device->n_pass_spans) % n_head];
 }
 
+/* A stretch of a part that lies side by side in both places. */
+typedef struct Stretch {
+    uint64_t from, to, bytes; /* in the block, in the slot */
+} Stretch;
+
+/* In pieces of at most @most bytes; the last one's event is the slot's. */
+static int copy_stretch(WeightsDevice *device, WeightsSlot *slot, const uint8_t *block, Stretch stretch, uint64_t most)
+{
+    const GpuWait wait = {&slot->read, 1};
+    int r = 0;
+
+    for (uint64_t done = 0, n; done < stretch.bytes && !r; done += n) {
+        n = MIN(most, stretch.bytes - done);
+        slot->filled = gpu_event_unref(slot->filled);
+        r = gpu_upload(device->gpu, GPU_QUEUE_UPLOAD, slot->buffer, stretch.to + done, block + stretch.from + done, n, wait, "weights part",
+                       &slot->filled);
+    }
+    return error_trace(r);
+}
+
 /* Queues the copies of one part: slices that lie side by side in both places go together. */
-static int fill(WeightsDevice *device, WeightsSlot *slot, uint32_t index)
+static int fill(WeightsDevice *device, WeightsSlot *slot, uint32_t index, uint64_t most)
 {
     const PlacementPart *part = &device->placement.parts[index];
     const uint8_t *block = weights_block(device->weights, part->block);
-    const GpuWait wait = {&slot->read, 1};
-    uint64_t from = 0, to = 0, bytes = 0;
-    int r = 0;
+    Stretch stretch = {0, 0, 0};
+    int r;
 
     slot->part = WEIGHTS_SLOT_EMPTY; /* until all is queued */
-    slot->filled = gpu_event_unref(slot->filled);
     for (uint32_t p = 0; p < part->n_pieces; p++) {
         const PlacementPiece *piece = &device->placement.pieces[part->first_piece + p];
 
         for (uint32_t s = 0; s < piece->n_slices; s++) {
             const PlacementSlice *slice = &piece->slices[s];
 
-            if (bytes > 0 && slice->from - from == slice->to - to) {
-                bytes = slice->from - from + slice->bytes;
+            if (stretch.bytes > 0 && slice->from - stretch.from == slice->to - stretch.to) {
+                stretch.bytes = slice->from - stretch.from + slice->bytes;
                 continue;
             }
-            if (bytes > 0)
-                r = gpu_upload(device->gpu, GPU_QUEUE_UPLOAD, slot->buffer, to, block + from, bytes, wait, "weights part", NULL);
+            r = copy_stretch(device, slot, block, stretch, most);
             if (r)
                 return error_trace(r);
-            from = slice->from, to = slice->to, bytes = slice->bytes;
+            stretch = (Stretch){slice->from, slice->to, slice->bytes};
         }
     }
-    r = gpu_upload(device->gpu, GPU_QUEUE_UPLOAD, slot->buffer, to, block + from, bytes, wait, "weights part", &slot->filled);
+    r = copy_stretch(device, slot, block, stretch, most);
     if (!r)
         slot->part = index;
     return error_trace(r);
@@ -253,7 +274,7 @@ static int queue_until(WeightsDevice *device, uint64_t end)
 
         if (slot->part == part)
             continue;
-        r = fill(device, slot, part);
+        r = fill(device, slot, part, device->n_queued < device->n_pass ? UINT64_MAX : AHEAD_BYTES);
         if (r)
             return error_trace(r);
     }
