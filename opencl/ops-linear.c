@@ -248,7 +248,7 @@ static int launch_prepare_rows(Ops *ops, OpsKernels *kernels, const Part *part, 
 static int launch_linear_rows(Ops *ops, OpsKernels *kernels, const Part *part, uint32_t n_rows)
 {
     size_t items = ((size_t)part->shape.n_tiles * WEIGHT_TILE_ROWS + OPS_LOCAL_ITEMS - 1) / OPS_LOCAL_ITEMS * OPS_LOCAL_ITEMS;
-    uint32_t group_rows = OPS_GROUP_ROWS / part->shape.terms, n_groups = (n_rows + group_rows - 1) / group_rows;
+    uint32_t n_groups = (n_rows + OPS_GROUP_ROWS - 1) / OPS_GROUP_ROWS;
     GpuKernel *kernel = kernels->product;
     int r;
 

@@ -4,7 +4,7 @@
  * Everything of a decoder that is not attention: embedding rows, RMSNorm, products with packed weights, gated activation.
  *
  * A row's result depends on that row only, bit for bit: the same sums in the same order whether the pass has one row or many.
- * compute `fast`: activations are rounded to 8 bits in blocks of 32 (weight_quantize_activations) before products with packed
+ * compute `fast`: activations are rounded to 8 or 16 bits in blocks of 32 (weight_quantize_activations) before products with packed
  * integer weights; F32, F16 and BF16 weights always multiply float activations.  compute `exact`: float32 throughout.
  */
 
@@ -58,7 +58,7 @@ typedef struct OpsLinear {
     OpsWeight weights[3];
     uint32_t n_weights;
     OpsEpilogue epilogue;
-    bool fine; /* compute `fast`: activations in two terms of 8 bits, about 15 bits in all; `exact` and float weights: no difference */
+    bool fine; /* compute `fast`: activations in 16 bits (WEIGHT_ACTIVATION_FINE), not 8; `exact` and float weights: no difference */
     GpuBuffer *y;
     /* When the weights are some rows of larger matrices: y is (n_rows, y_cols), and their outputs begin at column y_first.  The bits are
      * those of the whole product.  y_cols 0: the weights are whole. */

@@ -261,7 +261,7 @@ void weight_decode(const WeightTypeInfo *info, const void *blocks, float *ret, s
 
 /* ---- activations ------------------------------------------------------------------------------------------------- */
 
-void weight_quantize_activations(const float *x, size_t n, int8_t *ret_codes, float *ret_scales, int32_t *ret_sum16)
+void weight_quantize_activations(const float *x, size_t n, int max_code, int16_t *ret_codes, float *ret_scales, int32_t *ret_sum16)
 {
     for (size_t block = 0; block * 32 < n; block++) {
         const float *values = x + block * 32;
@@ -273,13 +273,13 @@ void weight_quantize_activations(const float *x, size_t n, int8_t *ret_codes, fl
             largest = MAX(largest, float_to_bits(values[i]) & 0x7fffffff);
         if (largest < float_to_bits(WEIGHT_ACTIVATION_MIN))
             largest = 0;
-        scale = float_from_bits(largest) / 127.0f;
-        inverse = largest > 0 && largest < 0x7f800000 ? 127.0f / float_from_bits(largest) : 0.0f;
+        scale = float_from_bits(largest) / (float)max_code;
+        inverse = largest > 0 && largest < 0x7f800000 ? (float)max_code / float_from_bits(largest) : 0.0f;
         ret_scales[block] = scale;
         for (size_t i = 0; i < 32; i++) {
             float value = i < n_values && inverse > 0.0f ? values[i] : 0.0f;
 
-            ret_codes[block * 32 + i] = (int8_t)rintf(value * inverse);
+            ret_codes[block * 32 + i] = (int16_t)rintf(value * inverse);
         }
         for (size_t half = 0; half < 2; half++) {
             int32_t sum = 0;

@@ -61,10 +61,13 @@ void weight_pack(const WeightTypeInfo *info, const void *file_rows, uint64_t n_r
 void weight_device_decode_row(const WeightTypeInfo *info, const void *device, uint64_t n_rows, uint64_t n_cols, uint64_t row,
                               float *ret);
 
-/* Activations of compute `fast`: blocks of 32, scale = max|x| / 127, code = x * (127 / max|x|) rounded half even, as every
- * kernel must do it.  A block whose largest magnitude is below WEIGHT_ACTIVATION_MIN counts as zeros (scale 0); one with an
+/* Activations of compute `fast`: blocks of 32, scale = max|x| / n, code = x * (n / max|x|) rounded half even, as every kernel must
+ * do it; n is @max_code, WEIGHT_ACTIVATION_CODE or WEIGHT_ACTIVATION_FINE.  Kernels multiply a fine code as two of 8 bits,
+ * 256 * high + low, high = (code + 128) >> 8, low in -128..127.  A block whose largest magnitude is below WEIGHT_ACTIVATION_MIN counts as zeros (scale 0); one with an
  * infinity or a NaN keeps it as its scale, with codes 0, so that the product is not a number either.
  * @n need not be whole blocks: codes and sums are written for whole blocks, missing values are zeros.
  * @ret_sum16: sums of the codes of each 16. */
-#define WEIGHT_ACTIVATION_MIN 0x1p-100f
-void weight_quantize_activations(const float *x, size_t n, int8_t *ret_codes, float *ret_scales, int32_t *ret_sum16);
+#define WEIGHT_ACTIVATION_MIN  0x1p-100f
+#define WEIGHT_ACTIVATION_CODE 127
+#define WEIGHT_ACTIVATION_FINE 32512 /* 127 * 256 */
+void weight_quantize_activations(const float *x, size_t n, int max_code, int16_t *ret_codes, float *ret_scales, int32_t *ret_sum16);

@@ -33,17 +33,6 @@ OpsOptions model_ops_options(const ModelFile *file, const ModelOptions *options)
     };
 }
 
-/* The head multiplies float activations also in compute `fast`: rounding its input costs more accuracy than that of any other product
- * (a third of the divergence from the oracle), and reading its weights takes longer than the sums. */
-OpsOptions model_head_options(const ModelFile *file, const ModelOptions *options)
-{
-    return (OpsOptions){
-        .exact = true,
-        .max_rows = model_sizes(file, options).n_logit_rows,
-        .max_columns = file->hparams.model.n_embd,
-    };
-}
-
 KvModel model_kv(const ModelFile *file, const ModelOptions *options, const KvCalibration *calibration)
 {
     const ModelParams *params = &file->hparams.model;
@@ -93,16 +82,14 @@ KvPolicy model_complete_policy(const KvPolicy *policy, const ModelOptions *optio
 int model_activation_bytes(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, uint64_t *ret)
 {
     ModelSizes sizes = model_sizes(file, options);
-    OpsOptions ops_options = model_ops_options(file, options), head = model_head_options(file, options);
-    uint64_t ops_bytes = 0, head_bytes = 0;
+    OpsOptions ops_options = model_ops_options(file, options);
+    uint64_t ops_bytes = 0;
     int r;
 
     r = ops_device_bytes(info, &ops_options, &ops_bytes);
-    if (!r && !options->exact)
-        r = ops_device_bytes(info, &head, &head_bytes);
     if (r)
         return error_fold(r);
-    *ret = sizes.x + sizes.qkv + sizes.attended + sizes.hidden + sizes.logits + sizes.input + ops_bytes + head_bytes;
+    *ret = sizes.x + sizes.qkv + sizes.attended + sizes.hidden + sizes.logits + sizes.input + ops_bytes;
     return 0;
 }
 

@@ -30,7 +30,6 @@ struct Model {
     ModelFile *file;
     ModelOptions options; /* complete */
     Ops *ops;
-    Ops *head; /* products of the head; the same as ops in compute `exact` */
     WeightsDevice weights;
     GpuBuffer *x;       /* f32 (max_rows, n_embd): the residual stream */
     GpuBuffer *qkv;     /* f32 (max_rows, kv_row_values()) */
@@ -48,7 +47,6 @@ ModelOptions model_complete_options(const ModelFile *file, const ModelOptions *o
 KvModel model_kv(const ModelFile *file, const ModelOptions *options, const KvCalibration *calibration);
 KvPolicy model_complete_policy(const KvPolicy *policy, const ModelOptions *options);
 OpsOptions model_ops_options(const ModelFile *file, const ModelOptions *options);
-OpsOptions model_head_options(const ModelFile *file, const ModelOptions *options);
 /* Where the weights are, for complete options. */
 int model_placement(const GpuInfo *info, const ModelFile *file, const ModelOptions *options, Placement *ret, ErrorDetail *reterr);
 void model_plan_placement(const Weights *weights, const Placement *placement, ModelPlan *plan);

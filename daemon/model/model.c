@@ -105,7 +105,7 @@ static int prepare_types(Model *model, ErrorDetail *reterr)
 
     r = ops_prepare_type(model->ops, weights->embedding.tensor->type, reterr);
     if (!r)
-        r = ops_prepare_type(model->head, weights->output.tensor->type, reterr);
+        r = ops_prepare_type(model->ops, weights->output.tensor->type, reterr);
     for (uint32_t l = 0; l < weights->n_layers; l++)
         for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX && !r; i++)
             if (!weights->layers[l].tensors[i].norm)
@@ -116,14 +116,10 @@ static int prepare_types(Model *model, ErrorDetail *reterr)
 /* Products and buffers for so many rows. */
 static int build_rows(Model *model, ErrorDetail *reterr)
 {
-    OpsOptions ops_options = model_ops_options(model->file, &model->options), head = model_head_options(model->file, &model->options);
+    OpsOptions ops_options = model_ops_options(model->file, &model->options);
     int r;
 
     r = model_fold_gpu(ops_new(model->gpu, &ops_options, &model->ops, reterr));
-    if (!r && model->options.exact)
-        model->head = model->ops;
-    else if (!r)
-        r = model_fold_gpu(ops_new(model->gpu, &head, &model->head, reterr));
     if (!r)
         r = prepare_types(model, reterr);
     return r ? r : new_activations(model, reterr);
@@ -137,10 +133,7 @@ static void free_rows(Model *model)
     model->hidden = gpu_buffer_free(model->hidden);
     model->logits = gpu_buffer_free(model->logits);
     model->input = gpu_buffer_free(model->input);
-    if (model->head != model->ops)
-        (void)ops_free(model->head);
     model->ops = ops_free(model->ops);
-    model->head = NULL;
     gpu_free_host(model->gpu, model->host_input);
     model->host_input = NULL;
 }

@@ -117,7 +117,7 @@ ALWAYS_INLINE VF half_lanes(const __global ushort *p)
 
 /*
  * acc + sum over v = 0..7 of codes[v] . a[v]: each 32-bit lane holds four unsigned codes <= MAX_CODE, each word of @a four
- * signed activations in -127..127.  Exact.
+ * signed activations.  Exact.
  */
 #if SIMD == 3
 ALWAYS_INLINE VI dot4(VI acc, VU codes, const __global int *a)
@@ -146,7 +146,7 @@ typedef short GccShorts __attribute__((vector_size(32)));
 #define MADD_SHORTS(a, b) __builtin_ia32_pmaddwd256(a, b)
 #endif
 
-/* Sum of @n pair products in 16 bits; n * 2 * 127 * largest code must stay below 32768. */
+/* Sum of @n pair products in 16 bits; n * 2 * 128 * largest code must stay below 32768. */
 ALWAYS_INLINE VI dot_shorts(VI acc, const VU *codes, const __global int *a, const int n)
 {
     const GccShorts ones = __builtin_astype((VI)(0x00010001), GccShorts);

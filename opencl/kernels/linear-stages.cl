@@ -46,28 +46,27 @@ ALWAYS_INLINE void prepare_stage(const Shape *shape, const Stage *stage, const u
 {
     const __global int *x_rows = (const __global int *)((const __global uchar *)stage->x_rows + shape->x_rows_offset);
     const __global float *norm = (const __global float *)((const __global uchar *)stage->norm + shape->norm_offset);
-    const uint group_words = act_group_words(shape->n_cols);
+    const uint group_words = act_group_words(shape->n_cols, shape->terms);
 
     for (uint row = begin; row < end; row++)
         prepare_row(stage->x + (size_t)(stage->x_rows ? x_rows[row] : row) * shape->n_cols, stage->norm ? norm : 0, shape->eps,
-                    shape->n_cols, act + (size_t)(row * shape->terms / GROUP_ROWS) * group_words,
-                    row * shape->terms % GROUP_ROWS, shape->terms);
+                    shape->n_cols, act + (size_t)(row / GROUP_ROWS) * group_words, row % GROUP_ROWS, shape->terms);
 }
 
 /* A tile for some rows. */
 ALWAYS_INLINE void tile_rows(const Shape *shape, const Stage *stage, const uint tile, const __global int *act,
                              const uint row_begin, const uint row_end)
 {
-    const uint group_words = act_group_words(shape->n_cols), group_rows = GROUP_ROWS / shape->terms;
+    const uint group_words = act_group_words(shape->n_cols, shape->terms);
 
 #pragma unroll 1
     for (uint lane0 = 0; lane0 < TILE_ROWS; lane0 += LANES) {
         Unit unit = find_unit(shape, &stage->weights, tile, lane0);
 
 #pragma unroll 1
-        for (uint row = row_begin; row < row_end; row += group_rows)
-            unit_group(shape, &unit, act + (size_t)(row / group_rows) * group_words,
-                       stage->y + (size_t)row * shape->y_cols, min(row_end - row, group_rows));
+        for (uint row = row_begin; row < row_end; row += GROUP_ROWS)
+            unit_group(shape, &unit, act + (size_t)(row / GROUP_ROWS) * group_words,
+                       stage->y + (size_t)row * shape->y_cols, min(row_end - row, (uint)GROUP_ROWS));
     }
 }
 

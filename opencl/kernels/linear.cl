@@ -4,7 +4,8 @@
  *
  * A *unit* is the LANES rows of a tile that one work-item carries.  A row of the pass is summed over columns in order, in the
  * same way whether 1 or 8 rows are taken at a time; in the reference's words (test-ops-linear.c), per 32 columns:
- *     fast    t = scale_a * (float)(integer dot product, zero points taken out);  y = fma(scale_w, t, y)
+ *     fast    t = scale_a * (float)(integer dot product, zero points taken out);  y = fma(scale_w, t, y);  with two terms the
+ *             dot product is 256 * that of the high bytes + that of the low ones, in integers
  *             then, with a minimum, y = fma(minimum, scale_a * sum_a, y);  Q6_K: two halves of 16 columns
  *     exact   even columns: y0 = fma(w, x, y0), odd: y1 likewise;  y = y0 + y1
  *
@@ -26,7 +27,7 @@
 #if FLOAT_ACTS
 
 ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const uint n_cols, const __global int *act,
-                           const int rows, VF *ret)
+                           const int rows, const uint terms, VF *ret)
 {
     const __global float *x = (const __global float *)act;
     uint n_records = (n_cols + RECORD_COLUMNS - 1) / RECORD_COLUMNS;
@@ -65,40 +66,87 @@ ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const u
 
 #else
 
+/* dots[r] = words codes[0 .. n - 1] of the weights times those at @a of each of @rows rows; with two terms the low bytes lie
+ * 8 words further on.  On VNNI word after word and not row after row: a sum then waits for its predecessor while others go on. */
+ALWAYS_INLINE void dot_rows(const VU *codes, const __global int *a, const int n, const int rows, const uint terms, VI *dots)
+{
+    const uint stride = ACT_WORDS(terms);
+
+#if SIMD == 3
+#pragma unroll
+    for (int r = 0; r < rows; r++)
+        dots[r] = (VI)(0);
+#pragma unroll
+    for (int v = 0; v < n; v++) {
+#pragma unroll
+        for (int r = 0; r < rows; r++)
+            dots[r] = dot4(dots[r], codes[v], a + r * stride + v);
+    }
+    if (terms == 2) {
+#pragma unroll
+        for (int r = 0; r < rows; r++)
+            dots[r] = dots[r] << 8;
+#pragma unroll
+        for (int v = 0; v < n; v++) {
+#pragma unroll
+            for (int r = 0; r < rows; r++)
+                dots[r] = dot4(dots[r], codes[v], a + r * stride + 8 + v);
+        }
+    }
+#else
+#pragma unroll
+    for (int r = 0; r < rows; r++) {
+        dots[r] = dot_block((VI)(0), codes, a + r * stride, n, MAX_CODE);
+        if (terms == 2)
+            dots[r] = dot_block(dots[r] << 8, codes, a + r * stride + 8, n, MAX_CODE);
+    }
+#endif
+}
+
+/* Adds scale times the dot products of one block, or of its half @h, to the sums of the rows at @act. */
+ALWAYS_INLINE void add_dots(const VF weight_scale, VI *dots, const __global int *act, const int rows, const uint terms, const int h,
+                            VF *sums)
+{
+#pragma unroll
+    for (int r = 0; r < rows; r++) {
+        const __global int *a = act + r * ACT_WORDS(terms);
+        VF scale = (VF)(((const __global float *)a)[ACT_SCALE]);
+
+        if (ZERO_POINT)
+            dots[r] += (VI)((h < 0 ? a[ACT_MINUS] + a[ACT_MINUS + 1] : a[ACT_MINUS + h]) * ZERO_POINT);
+        sums[r] = fma(weight_scale, scale * TO_VF(dots[r]), sums[r]);
+    }
+}
+
 ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const uint n_cols, const __global int *act,
-                           const int rows, VF *ret)
+                           const int rows, const uint terms, VF *ret)
 {
     uint n_records = n_cols / RECORD_COLUMNS;
     VF sums[GROUP_ROWS];
+    VI dots[GROUP_ROWS];
 
 #pragma unroll
     for (int r = 0; r < rows; r++)
         sums[r] = (VF)(0.0f);
     for (uint i = 0; i < n_records; i++, tile += RECORD_BYTES) {
         prefetch_record(tile, RECORD_BYTES);
-        for (uint b = 0; b < BLOCKS; b++, act += ACT_BLOCK_WORDS) {
+        for (uint b = 0; b < BLOCKS; b++, act += ACT_BLOCK_WORDS(terms)) {
             WeightBlock block = block_load(tile, lane0, b);
 
-#pragma unroll
-            for (int r = 0; r < rows; r++) {
-                const __global int *a = act + ACT_WORDS * r;
-                VF scale = (VF)(((const __global float *)a)[ACT_SCALE]);
 #if IS(Q6_K)
-                VI low = dot_block((VI)(a[ACT_MINUS] * ZERO_POINT), block.codes, a, 4, MAX_CODE);
-                VI high = dot_block((VI)(a[ACT_MINUS + 1] * ZERO_POINT), block.codes + 4, a + 4, 4, MAX_CODE);
-
-                sums[r] = fma(block.scale[0], scale * TO_VF(low), sums[r]);
-                sums[r] = fma(block.scale[1], scale * TO_VF(high), sums[r]);
+            dot_rows(block.codes, act + ACT_CODES, 4, rows, terms, dots);
+            add_dots(block.scale[0], dots, act, rows, terms, 0, sums);
+            dot_rows(block.codes + 4, act + ACT_CODES + 4, 4, rows, terms, dots);
+            add_dots(block.scale[1], dots, act, rows, terms, 1, sums);
 #else
-                VI dot = dot_block((VI)(ZERO_POINT ? (a[ACT_MINUS] + a[ACT_MINUS + 1]) * ZERO_POINT : 0), block.codes, a, 8,
-                                   MAX_CODE);
-
-                sums[r] = fma(block.scale[0], scale * TO_VF(dot), sums[r]);
+            dot_rows(block.codes, act + ACT_CODES, 8, rows, terms, dots);
+            add_dots(block.scale[0], dots, act, rows, terms, -1, sums);
+#endif
 #if HAS_MINIMUM
-                sums[r] = fma(block.minimum, (VF)(((const __global float *)a)[ACT_SUM]), sums[r]);
+#pragma unroll
+            for (int r = 0; r < rows; r++)
+                sums[r] = fma(block.minimum, (VF)(((const __global float *)act)[r * ACT_WORDS(terms) + ACT_SUM]), sums[r]);
 #endif
-#endif
-            }
         }
     }
 #pragma unroll
@@ -119,7 +167,7 @@ typedef struct Shape {
     float eps;
     uint n_tiles; /* of all weights; with SWIGLU of one */
     uint tiles_per_ticket, rows_per_ticket;
-    uint terms; /* of a row's activations: 1 or 2 rows of a group (norm.cl) */
+    uint terms; /* bytes of an activation: 1 or 2 (norm.cl) */
 } Shape;
 
 ALWAYS_INLINE VF epilogue_value(const uint epilogue, VF value, VF old)
@@ -184,29 +232,26 @@ ALWAYS_INLINE Unit find_unit(const Shape *shape, const Weights *weights, uint ti
 }
 
 #if LANES > 1
-/* One tile for the rows of one group, as many at a time as there are registers, so that it is unpacked once for them, and
- * nothing is computed in vain.  The results pass through memory, which keeps the epilogues out of the unrolled code. */
+/* One tile for the rows of one group, as many at a time as there are registers, so that it is unpacked once for them.  Three of
+ * four and seven of eight rows are cheaper with one row in vain than by themselves: a group always has its memory, and what
+ * comes of rows beyond the pass is not stored.  The results pass through memory, which keeps the epilogues out of the unrolled
+ * code. */
 ALWAYS_INLINE void products(const __global uchar *tile, const uint lane0, const uint n_cols, const __global int *act,
-                            const uint n_rows, VF *ret)
+                            const uint n_rows, const uint terms, VF *ret)
 {
-    const uint act_row = FLOAT_ACTS ? 1 : ACT_WORDS;
+    const uint act_row = FLOAT_ACTS ? 1 : ACT_WORDS(terms);
     uint row = 0;
 
 #if ROWS_AT_ONCE >= 8
-    for (; row + 8 <= n_rows; row += 8)
-        product(tile, lane0, n_cols, act + row * act_row, 8, ret + row);
+    for (; row + 7 <= n_rows; row += 8)
+        product(tile, lane0, n_cols, act + row * act_row, 8, terms, ret + row);
 #endif
 #pragma unroll 1
-    for (; row + 4 <= n_rows; row += 4)
-        product(tile, lane0, n_cols, act + row * act_row, 4, ret + row);
-#if !FLOAT_ACTS
-    /* A row in two terms. */
-    for (; row + 2 <= n_rows; row += 2)
-        product(tile, lane0, n_cols, act + row * act_row, 2, ret + row);
-#endif
+    for (; row + 3 <= n_rows; row += 4)
+        product(tile, lane0, n_cols, act + row * act_row, 4, terms, ret + row);
 #pragma unroll 1
     for (; row < n_rows; row++)
-        product(tile, lane0, n_cols, act + row * act_row, 1, ret + row);
+        product(tile, lane0, n_cols, act + row * act_row, 1, terms, ret + row);
 }
 
 #endif
@@ -231,18 +276,14 @@ ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __glob
         const __global uchar *tile = unit->tile[i];
 
         OPAQUE(tile);
-        products(tile, unit->lane0, shape->n_cols, act, n_rows * shape->terms, values + i * GROUP_ROWS);
+        if (!FLOAT_ACTS && shape->terms == 2)
+            products(tile, unit->lane0, shape->n_cols, act, n_rows, 2, values + i * GROUP_ROWS);
+        else
+            products(tile, unit->lane0, shape->n_cols, act, n_rows, 1, values + i * GROUP_ROWS);
     }
 #pragma unroll 1
-    for (uint r = 0; r < n_rows; r++) {
-        VF value = values[r * shape->terms], up = values[GROUP_ROWS + r * shape->terms];
-
-        if (shape->terms == 2) {
-            value += values[2 * r + 1];
-            up += values[GROUP_ROWS + 2 * r + 1];
-        }
-        unit_store(shape, unit, y + (size_t)r * shape->y_cols, value, up);
-    }
+    for (uint r = 0; r < n_rows; r++)
+        unit_store(shape, unit, y + (size_t)r * shape->y_cols, values[r], values[GROUP_ROWS + r]);
 }
 #else
 /* Private arrays stay in registers only when no variable indexes them; rows beyond the pass compute what nobody stores. */
@@ -251,29 +292,26 @@ ALWAYS_INLINE void unit_group(const Shape *shape, const Unit *unit, const __glob
 {
     VF values[GROUP_ROWS], up[GROUP_ROWS];
 
-    if (n_rows * shape->terms == 1) {
-        product(unit->tile[0], unit->lane0, shape->n_cols, act, 1, values);
+    if (n_rows == 1) {
+        product(unit->tile[0], unit->lane0, shape->n_cols, act, 1, shape->terms, values);
         if (shape->epilogue == EPILOGUE_SWIGLU)
-            product(unit->tile[1], unit->lane0, shape->n_cols, act, 1, up);
+            product(unit->tile[1], unit->lane0, shape->n_cols, act, 1, shape->terms, up);
         unit_store(shape, unit, y, values[0], up[0]);
         return;
     }
-    product(unit->tile[0], unit->lane0, shape->n_cols, act, GROUP_ROWS, values);
+    product(unit->tile[0], unit->lane0, shape->n_cols, act, GROUP_ROWS, shape->terms, values);
     if (shape->epilogue == EPILOGUE_SWIGLU)
-        product(unit->tile[1], unit->lane0, shape->n_cols, act, GROUP_ROWS, up);
+        product(unit->tile[1], unit->lane0, shape->n_cols, act, GROUP_ROWS, shape->terms, up);
 #pragma unroll
-    for (uint r = 0; r < GROUP_ROWS; r++) {
-        if (shape->terms == 1 && r < n_rows)
+    for (uint r = 0; r < GROUP_ROWS; r++)
+        if (r < n_rows)
             unit_store(shape, unit, y + (size_t)r * shape->y_cols, values[r], up[r]);
-        if (shape->terms == 2 && r % 2 == 0 && r / 2 < n_rows)
-            unit_store(shape, unit, y + (size_t)(r / 2) * shape->y_cols, values[r] + values[r + 1], up[r] + up[r + 1]);
-    }
 }
 #endif
 
-ALWAYS_INLINE uint act_group_words(const uint n_cols)
+ALWAYS_INLINE uint act_group_words(const uint n_cols, const uint terms)
 {
-    return (n_cols + 31) / 32 * ACT_BLOCK_WORDS;
+    return (n_cols + 31) / 32 * ACT_BLOCK_WORDS(terms);
 }
 
 #if LANES == 1
@@ -283,14 +321,14 @@ __kernel void linear_rows(const Shape shape, const __global uchar *w0, const __g
                           const __global int *act, const uint n_rows, __global float *y)
 {
     const Weights weights = {{w0, w1, w2}};
-    uint group_rows = GROUP_ROWS / shape.terms, tile = get_global_id(0) / TILE_ROWS, row = get_global_id(1) * group_rows;
+    uint tile = get_global_id(0) / TILE_ROWS, row = get_global_id(1) * GROUP_ROWS;
     Unit unit;
 
     if (tile >= shape.n_tiles)
         return;
     unit = find_unit(&shape, &weights, tile, get_global_id(0) % TILE_ROWS);
-    unit_group(&shape, &unit, act + (size_t)get_global_id(1) * act_group_words(shape.n_cols),
-               y + (size_t)row * shape.y_cols, min(n_rows - row, group_rows));
+    unit_group(&shape, &unit, act + (size_t)get_global_id(1) * act_group_words(shape.n_cols, shape.terms),
+               y + (size_t)row * shape.y_cols, min(n_rows - row, (uint)GROUP_ROWS));
 }
 
 #endif

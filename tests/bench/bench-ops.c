@@ -23,6 +23,7 @@
 #define FF           1536
 #define VOCABULARY   49152
 #define PREFILL      512
+#define FEW          8 /* rows of a step of several sequences */
 #define TIMEOUT_USEC 120000000
 #define NORM_EPS     1e-5f
 #define HUGE_PAGE    (2u << 20)
@@ -85,7 +86,7 @@ static double read_usec(const void *memory, uint64_t bytes, uint32_t n_threads)
 
 typedef struct Bench {
     Gpu *gpu;
-    Ops *ops;
+    Ops *ops, *head_ops;
     GpuBuffer *weights, *norm, *ids, *hidden, *qkv, *attention, *wide, *logits;
     uint64_t weight_bytes, host_bytes;
     void *host;
@@ -126,7 +127,7 @@ static void buffer_new(Bench *bench, uint64_t bytes, GpuBuffer **ret)
 
 static void bench_open(Bench *bench, bool exact, bool wrap)
 {
-    const OpsOptions options = {exact, PREFILL, FF};
+    const OpsOptions options = {exact, PREFILL, FF}, head_options = {exact, PREFILL, FF};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     GpuOptions gpu_options = {0};
 
@@ -134,7 +135,8 @@ static void bench_open(Bench *bench, bool exact, bool wrap)
     must(gpu_open(&gpu_options, &bench->gpu, &detail), "gpu_open", &detail);
     must(ops_new(bench->gpu, &options, &bench->ops, &detail), "ops_new", &detail);
     must(ops_prepare_type(bench->ops, weight_type_info(WEIGHT_TYPE_Q4_1), &detail), "ops_prepare_type", &detail);
-    must(ops_prepare_type(bench->ops, weight_type_info(WEIGHT_TYPE_Q8_0), &detail), "ops_prepare_type", &detail);
+    must(ops_new(bench->gpu, &head_options, &bench->head_ops, &detail), "ops_new", &detail);
+    must(ops_prepare_type(bench->head_ops, weight_type_info(WEIGHT_TYPE_Q8_0), &detail), "ops_prepare_type", &detail);
     /* in huge pages, as a plain reader would like it */
     bench->host_bytes = (bench->weight_bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     bench->host = aligned_alloc(HUGE_PAGE, bench->host_bytes);
@@ -153,7 +155,7 @@ static void bench_open(Bench *bench, bool exact, bool wrap)
     buffer_new(bench, PREFILL * QKV * 4, &bench->qkv);
     buffer_new(bench, PREFILL * EMBD * 4, &bench->attention);
     buffer_new(bench, PREFILL * FF * 4, &bench->wide);
-    buffer_new(bench, VOCABULARY * 4, &bench->logits);
+    buffer_new(bench, FEW * VOCABULARY * 4, &bench->logits);
     if (!wrap)
         must(gpu_upload(bench->gpu, GPU_QUEUE_COMPUTE, bench->weights, 0, bench->host, bench->weight_bytes, GPU_WAIT_NONE,
                         "weights", NULL),
@@ -168,6 +170,7 @@ static void bench_close(Bench *bench)
 
     for (size_t i = 0; i < N_ELEMENTS(buffers); i++)
         (void)gpu_buffer_free(buffers[i]);
+    (void)ops_free(bench->head_ops);
     (void)ops_free(bench->ops);
     (void)gpu_free(bench->gpu);
     free(bench->host);
@@ -186,25 +189,25 @@ static OpsLinear linear_of(Bench *bench, Piece piece, uint32_t layer)
 {
     switch (piece) {
     case PIECE_QKV:
-        return (OpsLinear){.x = bench->hidden, .norm_weight = bench->norm, .norm_eps = NORM_EPS, .n_weights = 3, .y = bench->qkv,
+        return (OpsLinear){.x = bench->hidden, .norm_weight = bench->norm, .norm_eps = NORM_EPS, .n_weights = 3, .y = bench->qkv, .fine = true,
                            .weights = {in(bench, bench->q[layer]), in(bench, bench->k[layer]), in(bench, bench->v[layer])}};
     case PIECE_O:
         return (OpsLinear){.x = bench->attention, .n_weights = 1, .weights = {in(bench, bench->o[layer])},
-                           .epilogue = OPS_EPILOGUE_ADD, .y = bench->hidden};
+                           .epilogue = OPS_EPILOGUE_ADD, .y = bench->hidden, .fine = true};
     case PIECE_GATE_UP:
         return (OpsLinear){.x = bench->hidden, .norm_weight = bench->norm, .norm_eps = NORM_EPS, .n_weights = 2,
                            .weights = {in(bench, bench->gate[layer]), in(bench, bench->up[layer])},
                            .epilogue = OPS_EPILOGUE_SWIGLU, .y = bench->wide};
     case PIECE_DOWN:
         return (OpsLinear){.x = bench->wide, .n_weights = 1, .weights = {in(bench, bench->down[layer])},
-                           .epilogue = OPS_EPILOGUE_ADD, .y = bench->hidden};
+                           .epilogue = OPS_EPILOGUE_ADD, .y = bench->hidden, .fine = true};
     case PIECE_HEAD:
     case PIECE_EMBED:
     case PIECE_CHAIN:
         break;
     }
     return (OpsLinear){.x = bench->hidden, .norm_weight = bench->norm, .norm_eps = NORM_EPS, .n_weights = 1,
-                       .weights = {in(bench, bench->head)}, .y = bench->logits};
+                       .weights = {in(bench, bench->head)}, .y = bench->logits, .fine = true};
 }
 
 /* o, gate and up, down, and the next layer's qkv in one call, as a model's graph gives them. */
@@ -216,12 +219,18 @@ static void run_chain(Bench *bench, uint32_t layer, uint32_t n_rows)
     must(ops_chain(bench->ops, linears, 4, n_rows), "ops_chain", NULL);
 }
 
+/* A prefill wants the logits of its last row, a step of several sequences those of each. */
+static uint32_t head_rows(uint32_t n_rows)
+{
+    return n_rows <= FEW ? n_rows : 1;
+}
+
 static void run_pieces(Bench *bench, unsigned pieces, uint32_t n_rows)
 {
     const OpsWeight table = in(bench, bench->head);
 
     if (pieces & PIECE_EMBED)
-        must(ops_embed(bench->ops, &table, 1.0f, bench->ids, 0, n_rows, bench->hidden), "ops_embed", NULL);
+        must(ops_embed(bench->head_ops, &table, 1.0f, bench->ids, 0, n_rows, bench->hidden), "ops_embed", NULL);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
         if (pieces & PIECE_CHAIN)
             run_chain(bench, layer, n_rows);
@@ -235,7 +244,7 @@ static void run_pieces(Bench *bench, unsigned pieces, uint32_t n_rows)
     if (pieces & PIECE_HEAD) {
         OpsLinear linear = linear_of(bench, PIECE_HEAD, 0);
 
-        must(ops_linear(bench->ops, &linear, 1), "ops_linear", NULL);
+        must(ops_linear(bench->head_ops, &linear, head_rows(n_rows)), "ops_linear", NULL);
     }
 }
 
@@ -281,7 +290,7 @@ static void report(Bench *bench, const char *name, unsigned pieces, uint32_t n_r
         }
     if (pieces & PIECE_HEAD) {
         bytes += weight_bytes(&bench->head);
-        macs += (double)bench->head.n_rows * bench->head.n_cols;
+        macs += (double)bench->head.n_rows * bench->head.n_cols * head_rows(n_rows);
     }
     for (uint32_t i = 0; i < n_rounds; i++) {
         plain[i] = read_usec(bench->host, MIN(bytes, bench->weight_bytes), gpu_info(bench->gpu)->compute_units);
@@ -327,7 +336,13 @@ int main(int argc, char **argv)
            n_rounds);
     report(&bench, "token, chained", PIECE_EMBED | PIECE_CHAIN | PIECE_HEAD, 1, n_rounds);
     report(&bench, "4 tokens, chained", PIECE_EMBED | PIECE_CHAIN | PIECE_HEAD, 4, n_rounds);
-    report(&bench, "8 tokens, chained", PIECE_EMBED | PIECE_CHAIN | PIECE_HEAD, 8, n_rounds);
+    report(&bench, "qkv", PIECE_QKV, FEW, n_rounds);
+    report(&bench, "o", PIECE_O, FEW, n_rounds);
+    report(&bench, "gate, up", PIECE_GATE_UP, FEW, n_rounds);
+    report(&bench, "down", PIECE_DOWN, FEW, n_rounds);
+    report(&bench, "chained", PIECE_CHAIN, FEW, n_rounds);
+    report(&bench, "head", PIECE_HEAD, FEW, n_rounds);
+    report(&bench, "8 tokens, chained", PIECE_EMBED | PIECE_CHAIN | PIECE_HEAD, FEW, n_rounds);
     n_rounds = MIN(n_rounds, 5u);
     report(&bench, "qkv", PIECE_QKV, PREFILL, n_rounds);
     report(&bench, "o", PIECE_O, PREFILL, n_rounds);

@@ -213,7 +213,7 @@ static float reference_exact(const Matrix *matrix, uint32_t row, const float *x)
 }
 
 /* Sub-block s of @columns columns of one block. */
-static float reference_sub_block(WeightType type, const WeightParts *parts, uint32_t s, uint32_t columns, const int8_t *codes,
+static float reference_sub_block(WeightType type, const WeightParts *parts, uint32_t s, uint32_t columns, const int16_t *codes,
                                  float scale, float y)
 {
     bool k45 = type == WEIGHT_TYPE_Q4_K || type == WEIGHT_TYPE_Q5_K;
@@ -234,16 +234,16 @@ static float reference_sub_block(WeightType type, const WeightParts *parts, uint
     return y;
 }
 
-static float reference_fast(const Matrix *matrix, uint32_t row, const float *x)
+static float reference_fast(const Matrix *matrix, bool fine, uint32_t row, const float *x)
 {
     uint32_t sub = matrix->type->type == WEIGHT_TYPE_Q6_K ? 16 : 32, elements = matrix->type->block_elements;
     const uint8_t *block = matrix->file + row * matrix->row_bytes;
     float scales[MAX_COLUMNS / 32], y = 0.0f;
-    int8_t codes[MAX_COLUMNS];
+    int16_t codes[MAX_COLUMNS];
     int32_t sums[MAX_COLUMNS / 16];
     WeightParts parts;
 
-    weight_quantize_activations(x, matrix->n_cols, codes, scales, sums);
+    weight_quantize_activations(x, matrix->n_cols, fine ? WEIGHT_ACTIVATION_FINE : WEIGHT_ACTIVATION_CODE, codes, scales, sums);
     for (uint32_t c = 0; c < matrix->n_cols; c += elements, block += matrix->type->block_bytes) {
         weight_parts_from_block(matrix->type->type, block, &parts);
         for (uint32_t s = 0; s < elements / sub; s++)
@@ -252,24 +252,11 @@ static float reference_fast(const Matrix *matrix, uint32_t row, const float *x)
     return y;
 }
 
-/* In two terms: what rounding took from the first is rounded again and multiplied by the same weights. */
-static float reference_fine(const Matrix *matrix, uint32_t row, const float *x)
-{
-    float scales[MAX_COLUMNS / 32], rest[MAX_COLUMNS];
-    int8_t codes[MAX_COLUMNS];
-    int32_t sums[MAX_COLUMNS / 16];
-
-    weight_quantize_activations(x, matrix->n_cols, codes, scales, sums);
-    for (uint32_t c = 0; c < matrix->n_cols; c++)
-        rest[c] = fmaf(-scales[c / 32], (float)codes[c], x[c]);
-    return reference_fast(matrix, row, x) + reference_fast(matrix, row, rest);
-}
-
 static float reference(const Matrix *matrix, bool exact, bool fine, uint32_t row, const float *x)
 {
     if (exact || is_float(matrix->type))
         return reference_exact(matrix, row, x);
-    return fine ? reference_fine(matrix, row, x) : reference_fast(matrix, row, x);
+    return reference_fast(matrix, fine, row, x);
 }
 
 static double tolerance_of(const Matrix *matrix, uint32_t row, const float *x)

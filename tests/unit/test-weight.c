@@ -149,13 +149,13 @@ static void weight_device_layout_pads_with_zeros(void **state)
 static void activations_round_half_to_even_with_exact_sums(void **state)
 {
     float x[96] = {0}, scales[3];
-    int8_t codes[96];
+    int16_t codes[96];
     int32_t sums[6];
 
     (void)state;
     /* scale 1: values are their own codes */
     x[0] = 127.0f, x[1] = 0.5f, x[2] = 1.5f, x[3] = -0.5f, x[4] = -2.5f, x[16] = -127.0f, x[17] = 3.49f;
-    weight_quantize_activations(x, 96, codes, scales, sums);
+    weight_quantize_activations(x, 96, WEIGHT_ACTIVATION_CODE, codes, scales, sums);
     assert_true(scales[0] == 1.0f && scales[1] == 0.0f && scales[2] == 0.0f);
     assert_int_equal(codes[0], 127);
     assert_int_equal(codes[1], 0);
@@ -169,11 +169,26 @@ static void activations_round_half_to_even_with_exact_sums(void **state)
     assert_int_equal(sums[2], 0);
 }
 
+static void check_half_a_step(const float *x, int max_code)
+{
+    int16_t codes[64];
+    int32_t sums[4];
+    float scales[2];
+
+    weight_quantize_activations(x, 64, max_code, codes, scales, sums);
+    for (size_t i = 0; i < 64; i++) {
+        int high = (codes[i] + 128) >> 8, low = codes[i] - 256 * high;
+
+        /* half a code, and for fine ones what float32 itself rounds */
+        assert_true(fabsf(x[i] - scales[i / 32] * (float)codes[i]) <= 0.503f * scales[i / 32] + 0x1p-100f);
+        assert_in_range(codes[i] + max_code, 0, 2 * max_code);
+        assert_true(high >= -127 && high <= 127 && low >= -128 && low <= 127);
+    }
+}
+
 static void activations_stay_within_half_a_step(void **state)
 {
-    float x[64], scales[2];
-    int8_t codes[64];
-    int32_t sums[4];
+    float x[64];
 
     (void)state;
     for (int round = 0; round < 1000; round++) {
@@ -181,16 +196,15 @@ static void activations_stay_within_half_a_step(void **state)
 
         for (size_t i = 0; i < 64; i++)
             x[i] = magnitude * ((float)(random_u64() >> 40) * 0x1p-23f - 1.0f);
-        weight_quantize_activations(x, 64, codes, scales, sums);
-        for (size_t i = 0; i < 64; i++)
-            assert_true(fabsf(x[i] - scales[i / 32] * (float)codes[i]) <= 0.5001f * scales[i / 32] + 0x1p-100f);
+        check_half_a_step(x, WEIGHT_ACTIVATION_CODE);
+        check_half_a_step(x, WEIGHT_ACTIVATION_FINE);
     }
 }
 
 static void activations_of_extreme_size_are_defined(void **state)
 {
     float x[160] = {0}, scales[5];
-    int8_t codes[160];
+    int16_t codes[160];
     int32_t sums[10];
 
     (void)state;
@@ -199,7 +213,7 @@ static void activations_of_extreme_size_are_defined(void **state)
     x[64] = 1.0f, x[70] = NAN;
     x[96] = FLT_MAX, x[97] = -FLT_MAX;
     x[128] = WEIGHT_ACTIVATION_MIN, x[129] = -0.0f;
-    weight_quantize_activations(x, 160, codes, scales, sums);
+    weight_quantize_activations(x, 160, WEIGHT_ACTIVATION_CODE, codes, scales, sums);
     assert_true(scales[0] == 0.0f && codes[3] == 0);
     assert_true(isinf(scales[1]) && codes[32] == 0 && codes[33] == 0);
     assert_true(isnan(scales[2]) && codes[64] == 0 && sums[4] == 0);
@@ -210,14 +224,14 @@ static void activations_of_extreme_size_are_defined(void **state)
 static void activations_of_a_ragged_row_are_padded_with_zeros(void **state)
 {
     float x[33], scales[2];
-    int8_t codes[64];
+    int16_t codes[64];
     int32_t sums[4];
 
     (void)state;
     for (size_t i = 0; i < 33; i++)
         x[i] = 1.0f;
     memset(codes, 0x55, sizeof(codes));
-    weight_quantize_activations(x, 33, codes, scales, sums);
+    weight_quantize_activations(x, 33, WEIGHT_ACTIVATION_CODE, codes, scales, sums);
     assert_int_equal(codes[32], 127);
     for (size_t i = 33; i < 64; i++)
         assert_int_equal(codes[i], 0);
