@@ -36,8 +36,10 @@ typedef struct Part {
     Shape shape;
 } Part;
 
-/* Tickets for each thread of a CPU: enough that the last one to finish is not waited for long. */
-#define TICKETS_PER_THREAD 8
+/* Tickets for each thread of a CPU: enough that the last one to finish is not waited for long.  Of few rows the sums take as long as
+ * reading the weights, of one row half as long: there longer streams are worth more than even shares. */
+#define TICKETS_PER_THREAD     8
+#define TICKETS_PER_THREAD_FEW 24
 /* A ticket is drawn by an atomic of 100 ns and should take microseconds, not tens of them. */
 #define TICKET_BYTES 65536
 /* Rows whose prepared activations stay in the second cache level beside a tile: 128 rows of 2048 columns are 400 KB. */
@@ -173,7 +175,8 @@ static int set_stage(GpuKernel *kernel, uint32_t stage, const Part *part)
 
 static void share_out(const Ops *ops, Part *part, uint32_t n_rows)
 {
-    uint64_t shares = (uint64_t)ops->n_groups * TICKETS_PER_THREAD;
+    bool few = n_rows > 2 && n_rows <= OPS_GROUP_ROWS;
+    uint64_t shares = (uint64_t)ops->n_groups * (few ? TICKETS_PER_THREAD_FEW : TICKETS_PER_THREAD);
     uint64_t n_row_steps = (n_rows + TICKET_ROWS - 1) / TICKET_ROWS, tiles = part->shape.n_tiles * n_row_steps / shares;
     uint64_t most = TICKET_BYTES / (part->tile_bytes + 1);
 

@@ -2,6 +2,7 @@
 /* Beam search.  See the header for the rules. */
 
 #include "daemon/engine/beam.h"
+#include "daemon/engine/log-softmax.h"
 #include "daemon/engine/sampler.h"
 #include "quant/base/checked.h"
 
@@ -212,18 +213,16 @@ static double threshold(const BeamSearch *search)
     return search->n < search->n_candidates ? -INFINITY : search->candidates[0].key;
 }
 
+/* Keys are scores here, so that the threshold is a float32 too. */
 static void feed_scores(BeamSearch *search, uint32_t beam, const float *log_probs)
 {
     float running = search->scores[beam];
-    double least = threshold(search);
+    uint32_t n = search->options.n_vocab;
 
-    for (uint32_t i = 0; i < search->options.n_vocab; i++) {
+    for (uint32_t i = 0; (i = log_softmax_next(log_probs, i, n, running, (float)threshold(search))) < n; i++) {
         float score = log_probs[i] + running;
 
-        if ((double)score < least)
-            continue;
         offer(search, &(BeamCandidate){.key = (double)score, .score = score, .beam = beam, .token = (int32_t)i});
-        least = threshold(search);
     }
 }
 

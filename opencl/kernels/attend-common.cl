@@ -171,6 +171,27 @@ static inline float vector_max(vfloat x)
 #endif
 }
 
+#if W == 16
+static inline int vector_sum_int(vint x)
+{
+    int8 a = x.lo + x.hi;
+    int4 b = a.lo + a.hi;
+    int2 c = b.lo + b.hi;
+    return c.x + c.y;
+}
+#endif
+
+#if INTEGER
+typedef int Ints16 __attribute__((vector_size(64)));
+typedef char Bytes16 __attribute__((vector_size(16)));
+
+/* The low bytes: PoCL's convert_char16() goes lane by lane. */
+static inline char16 low_bytes(int16 x)
+{
+    return __builtin_astype(__builtin_convertvector(__builtin_astype(x, Ints16), Bytes16), char16);
+}
+#endif
+
 /* 2^x to 2e-7 for x <= 127; exactly 0 below 2^-125.  The body is the same for one float and for a vector. */
 #define EXP2_BODY(F, AS_F, AS_I)                                                                                          \
     F clamped = x > -125.0f ? x : (F)(-125.0f);                                                                           \

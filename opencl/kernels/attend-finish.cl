@@ -31,27 +31,102 @@ static inline TailToken tail_token(const Tail *t, int i)
     return (TailToken){t->tail, tail_key(place, t->kv_head), tail_value(place, t->kv_head)};
 }
 
-/* Scores of the tail's tokens, (COLS, TAIL_PADDED); padding is never seen. */
-static inline void tail_scores(const Tail *t, const Columns *columns, SHARED float *scores)
+#if LANES == 1
+/* Where the tail's tokens lie.  A tail was last read a step ago and is not in the caches any more: all of it is asked for at once, in
+ * lines of 64 bytes, so that the loops over tokens do not wait for one after the other. */
+typedef struct { TailToken tokens[TAIL_MOST]; } TailPlaces;
+
+static inline void tail_ask(const __global uchar *base, size_t element, int n)
 {
-    FOR_LANES(i, t->n) {
-        const TailToken token = tail_token(t, i);
-        vfloat sum[COLS];
+    const __global uchar *from = base + element * TAIL_BYTES;
+
+#if defined(__x86_64__)
+    for (int i = 0; i < n * TAIL_BYTES; i += 64)
+        __asm__ volatile("prefetcht0 %0" : : "m"(from[i]));
+#endif
+}
+
+static inline void tail_find(const Tail *t, TailPlaces *places)
+{
+    for (int i = 0; i < t->n; i++) {
+        places->tokens[i] = tail_token(t, i);
+        tail_ask(places->tokens[i].base, places->tokens[i].k, K_DIM);
+    }
+    for (int i = 0; i < t->n; i++)
+        tail_ask(places->tokens[i].base, places->tokens[i].v, V_DIM);
+}
+#define TAIL_TOKEN(t, places, i) (places)->tokens[i]
+#else
+typedef struct { int none; } TailPlaces;
+#define tail_find(t, places)     (void)(places)
+#define TAIL_TOKEN(t, places, i) tail_token(t, i)
+#endif
+
+/* Products of the queries with the key of token @i, lane by lane. */
+static inline void tail_products(const Tail *t, const TailPlaces *places, const Columns *columns, int i, vfloat ret[COLS])
+{
+    const TailToken token = TAIL_TOKEN(t, places, i);
+
+    UNROLL for (int c = 0; c < COLS; c++)
+        ret[c] = 0.0f;
+    for (int d = 0; d < K_DIM; d += W) {
+        vfloat k = tail_load(token.base, token.k + d);
 
         UNROLL for (int c = 0; c < COLS; c++)
-            sum[c] = 0.0f;
-        for (int d = 0; d < K_DIM; d += W) {
-            vfloat k = tail_load(token.base, token.k + d);
+            ret[c] = fma(k, VLOAD(columns->operand[c] + d), ret[c]);
+    }
+}
 
+#if W == 16
+/* vector_sum() of sixteen vectors, by the same additions. */
+static inline vfloat vector_sums(const vfloat x[16])
+{
+    float16 a[8], b[4], c[2];
+
+    UNROLL for (int i = 0; i < 8; i++)
+        a[i] = (float16)(x[2 * i].lo, x[2 * i + 1].lo) + (float16)(x[2 * i].hi, x[2 * i + 1].hi);
+    UNROLL for (int i = 0; i < 4; i++)
+        b[i] = (float16)(a[2 * i].s0123, a[2 * i].s89ab, a[2 * i + 1].s0123, a[2 * i + 1].s89ab) +
+               (float16)(a[2 * i].s4567, a[2 * i].scdef, a[2 * i + 1].s4567, a[2 * i + 1].scdef);
+    UNROLL for (int i = 0; i < 2; i++)
+        c[i] = (float16)(b[2 * i].s014589cd, b[2 * i + 1].s014589cd) + (float16)(b[2 * i].s2367abef, b[2 * i + 1].s2367abef);
+    return (float16)(c[0].s02468ace, c[1].s02468ace) + (float16)(c[0].s13579bdf, c[1].s13579bdf);
+}
+#endif
+
+/* Scores of the tail's tokens, (COLS, TAIL_PADDED); padding is never seen. */
+static inline void tail_scores(const Tail *t, const TailPlaces *places, const Columns *columns, SHARED float *scores)
+{
+#if W == 16
+    const vint lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+    for (int first = 0; first < TAIL_PADDED; first += 16) {
+        const int n = min(t->n - first, 16);
+        vfloat products[COLS][16], some[COLS];
+
+        for (int i = 0; i < n; i++) {
+            tail_products(t, places, columns, first + i, some);
             UNROLL for (int c = 0; c < COLS; c++)
-                sum[c] = fma(k, VLOAD(columns->operand[c] + d), sum[c]);
+                products[c][i] = some[c];
         }
+        for (int i = max(n, 0); i < 16; i++)
+            UNROLL for (int c = 0; c < COLS; c++)
+                products[c][i] = 0.0f;
+        UNROLL for (int c = 0; c < COLS; c++)
+            VSTORE(lane < n ? cap_vector(vector_sums(products[c])) : (vfloat)(NEVER), scores + c * TAIL_PADDED + first);
+    }
+#else
+    FOR_LANES(i, t->n) {
+        vfloat sum[COLS];
+
+        tail_products(t, places, columns, i, sum);
         UNROLL for (int c = 0; c < COLS; c++)
             scores[c * TAIL_PADDED + i] = cap_one(vector_sum(sum[c]));
     }
     for (int i = t->n + LANE; i < TAIL_PADDED; i += LANES)
         UNROLL for (int c = 0; c < COLS; c++)
             scores[c * TAIL_PADDED + i] = NEVER;
+#endif
     SHARED_SYNC();
 }
 
@@ -77,21 +152,40 @@ static inline float tail_weights(SHARED float *scores, float *ret_m)
     return vector_sum(l);
 }
 
-static inline void tail_values(const Tail *t, const SHARED float *weights, vfloat acc[COLS][PER_LANE(V_DIM / W)])
+/* Vectors of a value that are summed side by side: as many as the registers hold. */
+#if LANES > 1 || V_DIM / W % 2
+#define TAIL_BESIDE 1
+#elif V_DIM / W % 4 || !defined(__AVX512F__)
+#define TAIL_BESIDE 2
+#else
+#define TAIL_BESIDE 4
+#endif
+
+static inline void tail_values(const Tail *t, const TailPlaces *places, const SHARED float *weights,
+                               vfloat acc[COLS][PER_LANE(V_DIM / W)])
 {
     int n = 0;
 
-    FOR_LANES(i, V_DIM / W) {
-        UNROLL for (int c = 0; c < COLS; c++)
-            acc[c][n] = 0.0f;
-        for (int token = 0; token < t->n; token++) {
-            const TailToken from = tail_token(t, token);
-            vfloat value = tail_load(from.base, from.v + i * W);
+    for (int i = LANE; i < V_DIM / W; i += LANES * TAIL_BESIDE) {
+        vfloat sum[COLS][TAIL_BESIDE];
 
-            UNROLL for (int c = 0; c < COLS; c++)
-                acc[c][n] = fma(value, (vfloat)(weights[c * TAIL_PADDED + token]), acc[c][n]);
+        UNROLL for (int c = 0; c < COLS; c++)
+            UNROLL for (int k = 0; k < TAIL_BESIDE; k++)
+                sum[c][k] = 0.0f;
+        for (int token = 0; token < t->n; token++) {
+            const TailToken from = TAIL_TOKEN(t, places, token);
+
+            UNROLL for (int k = 0; k < TAIL_BESIDE; k++) {
+                vfloat value = tail_load(from.base, from.v + (i + k) * W);
+
+                UNROLL for (int c = 0; c < COLS; c++)
+                    sum[c][k] = fma(value, (vfloat)(weights[c * TAIL_PADDED + token]), sum[c][k]);
+            }
         }
-        n++;
+        UNROLL for (int k = 0; k < TAIL_BESIDE; k++)
+            UNROLL for (int c = 0; c < COLS; c++)
+                acc[c][n + k] = sum[c][k];
+        n += TAIL_BESIDE;
     }
 }
 
@@ -178,21 +272,23 @@ __kernel void attend_finish(int n_rows, int n_groups, int mask, int window, cons
         __global uchar *tail = tails + tail_offset + group->tail_slot * tail_stride;
         Tail t = {min(low, SINK_TOKENS), 0, max(group->n_packed * PAGE_TOKENS, low), 0, group->new_start, group->new_row0, n_rows,
                   kv_head, kept, tail};
+        TailPlaces places;
 
         t.n_sinks = group->n_packed > 0 ? SINK_TOKENS - t.first_sink : 0;
         t.n = t.n_sinks + position - t.first + 1;
+        tail_find(&t, &places);
         for (int first = 0; first < N_REP; first += COLS) {
             Columns columns;
             vfloat tail_acc[COLS][PER_LANE(V_DIM / W)];
 
             UNROLL for (int c = 0; c < COLS; c++)
                 columns.operand[c] = operands + ((size_t)row * N_HEADS + kv_head * N_REP + min(first + c, N_REP - 1)) * OP_FLOATS;
-            tail_scores(&t, &columns, shared);
+            tail_scores(&t, &places, &columns, shared);
             float tail_m[COLS], tail_l[COLS];
 
             UNROLL for (int c = 0; c < COLS; c++)
                 tail_l[c] = tail_weights(shared + c * TAIL_PADDED, &tail_m[c]);
-            tail_values(&t, shared, tail_acc);
+            tail_values(&t, &places, shared, tail_acc);
             for (int c = 0; c < COLS && first + c < N_REP; c++) {
                 const int head = kv_head * N_REP + first + c;
                 __global float *to = out + ((size_t)row * N_HEADS + head) * V_DIM;

@@ -69,23 +69,24 @@ static inline void rope_turn(const __global float *x, const __global float *rope
 }
 
 #if CODED
-/* C_f and S_f of the term that centring the keys took away. */
+/* C_f and S_f of the term that centring the keys took away.  In private arrays first: the compiler cannot know that @mean is not part of
+ * @operand. */
 static inline void mean_term(const float q[K_DIM], const __global float *mean, __global float *operand)
 {
-    float steady = 0.0f;
+    float cosines[ROT_PAD + 1], sines[ROT_PAD + 1], steady = 0.0f;
 
-    for (int f = 0; f < ROT_PAD; f++) {
-        float c = 0.0f, s = 0.0f;
+    for (int f = 0; f < MEAN_HALF; f++) {
+        float qf = q[f], qg = q[f + ROT_HALF], mf = mean[f], mg = mean[f + ROT_HALF];
 
-        if (f < MEAN_HALF) {
-            float qf = q[f], qg = q[f + ROT_HALF], mf = mean[f], mg = mean[f + ROT_HALF];
-
-            c = fma(qf, mf, qg * mg);
-            s = fma(qg, mf, -(qf * mg));
-        }
-        operand[OP_COS + f] = c;
-        operand[OP_SIN + f] = s;
+        cosines[f] = fma(qf, mf, qg * mg);
+        sines[f] = fma(qg, mf, -(qf * mg));
     }
+    for (int f = MEAN_HALF; f < ROT_PAD; f++)
+        cosines[f] = sines[f] = 0.0f;
+    for (int f = 0; f < ROT_PAD; f++)
+        operand[OP_COS + f] = cosines[f];
+    for (int f = 0; f < ROT_PAD; f++)
+        operand[OP_SIN + f] = sines[f];
     for (int d = 2 * MEAN_HALF; d < K_DIM; d++)
         steady = fma(q[d], mean[d], steady);
     operand[OP_CONST] = steady;
@@ -96,25 +97,31 @@ static inline void mean_term(const float q[K_DIM], const __global float *mean, _
 #define QUERY_TOP 8127.0f
 static inline void query_codes(const float q[K_DIM], __global float *operand)
 {
-    __global char *bytes = (__global char *)(operand + K_DIM);
+    __global int *words = (__global int *)(operand + K_DIM);
 
     for (int group = 0; group < K_GROUPS; group++) {
-        int first = group * GROUP_DIMS, last = min(first + GROUP_DIMS, K_DIM), sum = 0;
-        float largest = 0.0f, inverse;
+        const int first = group * GROUP_DIMS / 16, end = min((group + 1) * GROUP_DIMS, K_DIM) / 16;
+        float16 magnitudes = 0.0f;
+        float largest, inverse;
+        int16 sums = 0;
 
-        for (int d = first; d < last; d++)
-            largest = fabs(q[d]) > largest ? fabs(q[d]) : largest;
+        for (int i = first; i < end; i++) {
+            float16 x = as_float16(as_int16(vload16(i, q)) & 0x7fffffff);
+
+            magnitudes = x > magnitudes ? x : magnitudes;
+        }
+        largest = vector_max(magnitudes);
         largest = largest < 1e-30f ? 1e-30f : largest;
         inverse = QUERY_TOP / largest;
-        for (int d = first; d < last; d++) {
-            int code = as_int(q[d] * inverse + 12582912.0f) - 0x4b400000, high = (code + 64) >> 7;
+        for (int i = first; i < end; i++) {
+            int16 codes = as_int16(vload16(i, q) * inverse + 12582912.0f) - 0x4b400000, high = (codes + 64) >> 7;
+            int4 h = as_int4(low_bytes(high)), l = as_int4(low_bytes(codes - high * 128));
 
-            bytes[(d / 4 * 2) * 4 + d % 4] = (char)high;
-            bytes[(d / 4 * 2 + 1) * 4 + d % 4] = (char)(code - high * 128);
-            sum += code;
+            vstore8((int8)(h.x, l.x, h.y, l.y, h.z, l.z, h.w, l.w), i, words);
+            sums += codes;
         }
         operand[OP_SCALE + group] = largest * (1.0f / QUERY_TOP);
-        operand[OP_SUM + group] = as_float(sum);
+        operand[OP_SUM + group] = as_float(vector_sum_int(sums));
     }
 }
 #endif

@@ -6,9 +6,6 @@
 
 #if INTEGER
 
-typedef int Ints16 __attribute__((vector_size(64)));
-typedef char Bytes16 __attribute__((vector_size(16)));
-
 #if NARROW
 typedef char Bytes32 __attribute__((vector_size(32)));
 typedef short Shorts16 __attribute__((vector_size(32)));
@@ -126,10 +123,10 @@ static inline float16 largest_of(float16 a, float16 b)
 }
 #endif
 
-/* The low bytes, to an aligned place: PoCL's convert_char16() and vstore16() of characters go lane by lane. */
+/* The low bytes, to an aligned place: PoCL's vstore16() of characters goes lane by lane. */
 static inline void store_bytes(int16 x, char *to)
 {
-    *(char16 *)to = __builtin_astype(__builtin_convertvector(__builtin_astype(x, Ints16), Bytes16), char16);
+    *(char16 *)to = low_bytes(x);
 }
 
 /* 2^x to 2.4e-6: a tenth of what a weight's rounding loses. */

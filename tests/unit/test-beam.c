@@ -398,6 +398,23 @@ static void log_probabilities_are_those_of_double_precision(void **state)
     assert_true(worst < 6e-7);
 }
 
+static void the_next_score_above_a_threshold_is_found_wherever_it_is(void **state)
+{
+    float row[300];
+
+    (void)state;
+    for (uint32_t n = 0; n < N_ELEMENTS(row); n += 1 + n / 20)
+        for (uint32_t first = 0; first <= n; first += 1 + n / 9)
+            for (uint32_t at = 0; at < n; at += 1 + n / 30) {
+                for (uint32_t i = 0; i < n; i++)
+                    row[i] = i % 7 == 3 ? -INFINITY : -10 - (float)(i % 5);
+                row[at] = -2.5f;
+                assert_int_equal(log_softmax_next(row, first, n, -1, -3.5f), at >= first ? at : n);
+                assert_int_equal(log_softmax_next(row, first, n, -1, -3.4f), n);
+                assert_int_equal(log_softmax_next(row, first, n, -1, -INFINITY), first);
+            }
+}
+
 /* ---- what it promises --------------------------------------------------------------------------------------------------------------- */
 
 static double uniform(uint64_t *seed)
@@ -650,6 +667,7 @@ int main(void)
         cmocka_unit_test(random_tables_give_what_transformers_gives),
         cmocka_unit_test(processors_give_what_transformers_gives),
         cmocka_unit_test(log_probabilities_are_those_of_double_precision),
+        cmocka_unit_test(the_next_score_above_a_threshold_is_found_wherever_it_is),
         cmocka_unit_test(the_best_of_a_large_vocabulary_are_selected),
         cmocka_unit_test(equal_scores_go_to_the_lower_beam_and_token),
         cmocka_unit_test(a_step_without_every_row_is_refused),
