@@ -748,6 +748,8 @@ static void storm_ask(Storm *storm)
 
     if (storm->talk->last_cookie + 1 >= N_ELEMENTS(storm->talk->replies))
         return;
+    if (query.kind == ENGINE_QUERY_SAVE_SESSION || query.kind == ENGINE_QUERY_RESTORE_SESSION)
+        query.fd = memfd_create("session", MFD_CLOEXEC);
     query.cookie = ++storm->talk->last_cookie;
     assert_int_equal(engine_query(storm->talk->engine, &query), 0);
 }
