@@ -47,11 +47,12 @@ static int refill_layer(KvStore *store, const KvPast *past, uint32_t layer, uint
     int r;
 
     r = refill_source(store, &section->arenas, block, where->plane, page % KV_BLOCK_PAGES, place, &pages, &offset, &index);
-    /* The record is the same for all layers: where the source differs by layer, only the offset does. */
-    *record = (AttendPack){.tail_slot = past->tail->slot, .page = (int32_t)page, .to = index};
-    if (!r && first_layer)
+    /* The record is the same for all layers: where the source differs by layer, only the offset does.  Written once: it is being read. */
+    if (!r && first_layer) {
+        *record = (AttendPack){.tail_slot = past->tail->slot, .page = (int32_t)page, .to = index};
         r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, section->inputs, place * sizeof(AttendPack), record, sizeof(AttendPack),
                        GPU_WAIT_NONE, "kv refill", NULL);
+    }
     if (!r)
         r = attend_refill(section->attend, &buffers, section->inputs, place * sizeof(AttendPack), 1, pages, offset);
     return error_trace(r);

@@ -263,7 +263,7 @@ static void *fake_main(void *userdata)
         while (*place)
             if (fake_step(engine, place, fake_now_usec()))
                 place = &(*place)->next;
-        engine->heartbeat++;
+        (void)__atomic_add_fetch(&engine->heartbeat, 1, __ATOMIC_RELAXED);
         (void)pthread_mutex_unlock(&engine->lock);
         (void)usleep(1000);
         (void)pthread_mutex_lock(&engine->lock);
@@ -339,7 +339,7 @@ int engine_event_fd(const Engine *engine)
 
 uint64_t engine_heartbeat(const Engine *engine)
 {
-    return engine->heartbeat;
+    return __atomic_load_n(&engine->heartbeat, __ATOMIC_RELAXED);
 }
 
 const char *engine_job_state_to_string(EngineJobState state)
