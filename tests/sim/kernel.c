@@ -374,62 +374,68 @@ static cl_int note_arguments(SimCommand *command, const SimKernel *kernel)
     return status;
 }
 
+/* A range; a task when it has no dimensions. */
+typedef struct SimRange {
+    cl_uint dimensions;
+    const size_t *offset, *global, *local;
+} SimRange;
+
+static cl_int launch(SimCommand *command, cl_command_queue queue, cl_kernel handle, const SimRange *range, cl_event *event)
+{
+    cl_command_type type = range->dimensions > 0 ? CL_COMMAND_NDRANGE_KERNEL : CL_COMMAND_TASK;
+    SimKernel *kernel = (SimKernel *)object_find(SIM_KERNEL, handle);
+    cl_int status = kernel ? note_arguments(command, kernel) : CL_SUCCESS;
+    cl_event driver = NULL;
+
+    if (status == CL_SUCCESS && command_is_faulty(command)) {
+        status = command_faulty(command, type, event);
+    } else if (status == CL_SUCCESS) {
+        status = range->dimensions > 0 ? sim.next.clEnqueueNDRangeKernel(queue, handle, range->dimensions, range->offset, range->global, range->local,
+                                                                         command->n_handles, command->handles, &driver)
+                                       : sim.next.clEnqueueTask(queue, handle, command->n_handles, command->handles, &driver);
+        status = command_driver(command, status, type, driver, event, NULL);
+    }
+    object_unref(kernel ? &kernel->object : NULL);
+    return status;
+}
+
+/* @status: of the call's begin. */
+static cl_int enqueue(SimCall *call, cl_int status, cl_command_queue queue, cl_kernel handle, const SimRange *range, cl_uint n,
+                      const cl_event *waits, cl_event *event)
+{
+    SimCommand command;
+
+    if (status == CL_SUCCESS)
+        status = object_check(call, SIM_KERNEL, handle);
+    if (status != CL_SUCCESS)
+        return status;
+    status = command_begin(&command, call, queue, n, waits);
+    if (status == CL_SUCCESS)
+        status = launch(&command, queue, handle, range, event);
+    command_end(&command);
+    return status;
+}
+
 static cl_int CL_API_CALL layer_clEnqueueNDRangeKernel(cl_command_queue queue, cl_kernel handle, cl_uint dimensions,
                                                        const size_t *offset, const size_t *global, const size_t *local, cl_uint n,
                                                        const cl_event *waits, cl_event *event)
 {
-    SimCommand command;
-    SimKernel *kernel = NULL;
-    cl_event driver = NULL;
+    SimRange range = {dimensions, offset, global, local};
     SimCall call;
     cl_int status = SIM_ENTER(&call, clEnqueueNDRangeKernel);
 
-    if (status == CL_SUCCESS)
-        status = object_check(&call, SIM_KERNEL, handle);
-    if (status != CL_SUCCESS)
-        return status;
-    status = command_begin(&command, &call, queue, n, waits);
-    kernel = (SimKernel *)object_find(SIM_KERNEL, handle);
-    if (status == CL_SUCCESS && kernel)
-        status = note_arguments(&command, kernel);
-    if (status == CL_SUCCESS && command_is_faulty(&command)) {
-        status = command_faulty(&command, CL_COMMAND_NDRANGE_KERNEL, event);
-    } else if (status == CL_SUCCESS) {
-        status = sim.next.clEnqueueNDRangeKernel(queue, handle, dimensions, offset, global, local, command.n_handles, command.handles,
-                                                 &driver);
-        status = command_driver(&command, status, CL_COMMAND_NDRANGE_KERNEL, driver, event, NULL);
-    }
-    command_end(&command);
-    object_unref(kernel ? &kernel->object : NULL);
-    return status;
+    if (status == CL_SUCCESS && dimensions == 0)
+        status = CL_INVALID_WORK_DIMENSION;
+    return enqueue(&call, status, queue, handle, &range, n, waits, event);
 }
 
 static cl_int CL_API_CALL layer_clEnqueueTask(cl_command_queue queue, cl_kernel handle, cl_uint n, const cl_event *waits,
                                               cl_event *event)
 {
-    SimCommand command;
-    SimKernel *kernel = NULL;
-    cl_event driver = NULL;
     SimCall call;
     cl_int status = SIM_ENTER(&call, clEnqueueTask);
 
-    if (status == CL_SUCCESS)
-        status = object_check(&call, SIM_KERNEL, handle);
-    if (status != CL_SUCCESS)
-        return status;
-    status = command_begin(&command, &call, queue, n, waits);
-    kernel = (SimKernel *)object_find(SIM_KERNEL, handle);
-    if (status == CL_SUCCESS && kernel)
-        status = note_arguments(&command, kernel);
-    if (status == CL_SUCCESS && command_is_faulty(&command)) {
-        status = command_faulty(&command, CL_COMMAND_TASK, event);
-    } else if (status == CL_SUCCESS) {
-        status = sim.next.clEnqueueTask(queue, handle, command.n_handles, command.handles, &driver);
-        status = command_driver(&command, status, CL_COMMAND_TASK, driver, event, NULL);
-    }
-    command_end(&command);
-    object_unref(kernel ? &kernel->object : NULL);
-    return status;
+    return enqueue(&call, status, queue, handle, &(SimRange){.dimensions = 0}, n, waits, event);
 }
 
 void kernel_hook(void)
