@@ -276,7 +276,7 @@ static void make_op(const RandomProgram *program, RandomOp *op, Random *random)
     case RANDOM_UNDO:
         op->n = random_below(random, random_below(random, 3) ? 6 : 60);
         make_rows(op, random);
-        op->n_args = 1 + random_below(random, op->n_args);
+        op->n_args = random_below(random, 3) ? 1 : 1 + random_below(random, op->n_args);
         break;
     case RANDOM_CROP:
         op->n_args = 1;

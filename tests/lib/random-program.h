@@ -67,7 +67,7 @@ typedef enum RandomOpKind {
     RANDOM_FREE,       /* sequence */
     RANDOM_CLEAR,      /* sequence */
     RANDOM_REORDER,    /* sequence, the one whose past it gets: all at once; op.n odd: by kv_caches_reorder() */
-    RANDOM_SELECT,     /* sequences, and op.n rows of them: kv_caches_select() */
+    RANDOM_SELECT,     /* sequences, and op.n rows of them: kv_caches_select(); op.seed 3 above a multiple of 4: each twice, kv_caches_repeat() */
     RANDOM_RECORD,     /* sequence */
     RANDOM_UNDO,       /* sequences, op.n tokens of each: kv_caches_crop() */
     RANDOM_SAVE,       /* sequence, image */

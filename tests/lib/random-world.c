@@ -334,14 +334,19 @@ static bool op_rows(Run *run, const RandomOp *op, bool select)
     KvCache *caches[RANDOM_MAX_ARGS] = {NULL};
     RefSequence *tokens[RANDOM_MAX_ARGS] = {NULL};
     uint32_t n = gather(run, op, caches, tokens), n_rows = select ? MIN(op->n, (uint32_t)RANDOM_MAX_ARGS) : n, rows[RANDOM_MAX_ARGS];
+    bool repeat = select && op->seed % 4 == 3 && 2 * n <= RANDOM_MAX_ARGS;
     ErrorDetail detail = ERROR_DETAIL_NULL;
     int r;
 
+    n_rows = repeat ? 2 * n : n_rows;
     if (n == 0 || n_rows == 0)
         return true;
     for (uint32_t i = 0; i < n_rows; i++)
-        rows[i] = op->args[i % n].value % n;
-    r = select ? kv_caches_select(caches, n, rows, n_rows, &detail) : kv_caches_reorder(caches, n, rows, &detail);
+        rows[i] = repeat ? i / 2 : op->args[i % n].value % n;
+    if (repeat)
+        r = kv_caches_repeat(caches, n, 2, &detail);
+    else
+        r = select ? kv_caches_select(caches, n, rows, n_rows, &detail) : kv_caches_reorder(caches, n, rows, &detail);
     if (random_may_refuse(run, r))
         return random_check_lengths(run);
     if (r)
