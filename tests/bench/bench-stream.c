@@ -12,13 +12,14 @@
  * POLICY: NAME:KEY=VALUE,…, keys of the YAML cache block and
  *   sequences=N    so many pasts in one pass, none of whose pages are shared (1)    forks=N   each so many times, sharing pages (1)
  *   tile=N         blocks of pages a tile holds at most (0: chosen)                 resident=PERCENT  of the pages, on the device
+ *   weights=N      percent of them that the device has room for, what the others stream through included (0: all stay there)
  */
 
 #include "cache/kv-file.h"
 #include "cache/kv-migrate.h"
 #include "cache/kv-store-internal.h"
 #include "daemon/config/config.h"
-#include "daemon/model/digest.h"
+#include "daemon/model/model-private.h"
 #include "opencl/gpu-internal.h"
 #include "tests/sim/clsim.h"
 
@@ -47,7 +48,7 @@ typedef struct Setup {
 typedef struct Run {
     const char *name;
     ConfigCache keys;
-    uint32_t n_sequences, n_forks, tile_blocks, resident_percent;
+    uint32_t n_sequences, n_forks, tile_blocks, resident_percent, weights_percent;
     KvPolicy policy;
     KvStore *store;
     KvCache *caches[MAX_ITEMS];
@@ -110,7 +111,8 @@ static void parse_run(Run *run, char *argument)
     const struct {
         const char *key;
         uint32_t *number;
-    } own[] = {{"sequences", &run->n_sequences}, {"forks", &run->n_forks}, {"tile", &run->tile_blocks}, {"resident", &run->resident_percent}};
+    } own[] = {{"sequences", &run->n_sequences}, {"forks", &run->n_forks}, {"tile", &run->tile_blocks}, {"resident", &run->resident_percent},
+               {"weights", &run->weights_percent}};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     char *rest = strchr(argument, ':');
 
@@ -235,6 +237,7 @@ static void run_open(Setup *setup, Run *run)
     run->policy.tile_blocks = run->tile_blocks;
     if (run->resident_percent > 0)
         run->policy.device_budget_bytes = resident_budget(setup, run);
+    must(model_place_weights(setup->model, weights_total_bytes(&setup->file->weights) * run->weights_percent / 100, &detail), run->name, &detail);
     must(model_store_new(setup->model, &run->policy, &run->store, &detail), run->name, &detail);
     restore(setup, run);
 }
@@ -281,6 +284,17 @@ static void print_tiles(const Run *run, bool first)
             separator = ", ";
         }
     }
+    (void)printf("]");
+}
+
+/* Bytes of each part of the weights in the order of the launches that read them, 0 for one that stays. */
+static void print_parts(const Setup *setup)
+{
+    const Placement *placement = &setup->model->weights.placement;
+
+    (void)printf(", \"weight_slots\": %u, \"parts\": [", placement->n_slots);
+    for (uint32_t i = 0; i < placement->n_parts; i++)
+        (void)printf("%s%" PRIu64, i ? ", " : "", placement->parts[i].streamed ? placement->parts[i].bytes : 0);
     (void)printf("]");
 }
 
@@ -332,6 +346,7 @@ static void run_steps(Setup *setup, Run *run)
         print_tiles(run, i == 0);
     }
     (void)printf("]");
+    print_parts(setup);
     if (setup->trace) {
         must(gpu_trace_stop(setup->gpu, fd), path, NULL);
         (void)close(fd);

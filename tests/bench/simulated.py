@@ -115,40 +115,80 @@ def waits(event):
     return event["name"].startswith("attend_tile") or event["name"] == "kv gate"
 
 
+def is_part(event):
+    return event["name"].startswith("linear")
+
+
+class Link:
+    """Copies to the device, one at a time in the order in which the host queues them, from two rings: tiles of the cache, parts of weights."""
+
+    def __init__(self, timeline):
+        run = timeline.run
+        self.rate, self.latency = run["link_rate"] / 1e6, run["latency_nsec"] / 1e3
+        self.slots = {"tile": run["slots"], "part": run["weight_slots"]}
+        parts = [b for b in run["parts"] if b > 0]
+        self.sizes = {"tile": [b for tiles in run["tiles"] for _ in range(timeline.n_layers()) for b in tiles if b > 0],
+                      "part": parts * len(timeline.steps)}
+        self.order, self.n_queued, self.n_read = [], {"tile": 0, "part": 0}, {"tile": 0, "part": 0}
+        self.arrived, self.consumed, self.free, self.next = {}, {"tile": [], "part": []}, 0.0, 0
+        self.queue("tile", self.slots["tile"])
+        self.queue("part", self.slots["part"])
+        self.n_parts = len(parts)
+
+    def queue(self, ring, end):
+        for number in range(self.n_queued[ring], min(end, len(self.sizes[ring]))):
+            self.order.append((ring, number))
+            self.n_queued[ring] = number + 1
+
+    def arrival(self, ring):
+        """When that is there which the next launch reads."""
+        number = self.n_read[ring]
+        self.queue(ring, number + 1)
+        while (ring, number) not in self.arrived:
+            r, i = self.order[self.next]
+            ready = self.consumed[r][i - self.slots[r]] if i >= self.slots[r] else 0.0
+            self.free = max(self.free, ready) + self.latency + self.sizes[r][i] / self.rate
+            self.arrived[r, i] = self.free
+            self.next += 1
+        return self.arrived[ring, number]
+
+    def read(self, ring, time):
+        """The launch has ended.  Parts are queued behind the launch after the one that frees their slot, but at the end of a step."""
+        self.consumed[ring].append(time)
+        self.n_read[ring] += 1
+        behind = ring == "part" and self.n_read[ring] % self.n_parts != 0
+        self.queue(ring, self.n_read[ring] + self.slots[ring] - behind)
+
+
 def floors(timeline, host_gap, launch_gap):
     """The best schedule of a run's steps: usec from the begin of each to that of the next."""
-    run = timeline.run
-    rate, latency, n_slots = run["link_rate"] / 1e6, run["latency_nsec"] / 1e3, run["slots"]
+    run, link = timeline.run, Link(timeline)
     n_packs = sum(e["name"].startswith("attend_pack") for e in timeline.compute)
-    home = sum(e["args"]["bytes"] for e in timeline.downloads) / max(1, n_packs) / rate
-    fetches, consumed, arrived, link_free = [], [], [], 0.0  # bytes of each staged tile; when the kernel that read it ended; when it came
-    for step, tiles in zip(timeline.steps, run["tiles"]):
-        fetches += [b for b in tiles if b > 0] * timeline.n_layers()
+    home = sum(e["args"]["bytes"] for e in timeline.downloads) / max(1, n_packs) / link.rate
     time, marks, down_free, homewards = 0.0, [], 0.0, {}
     for step, tiles in zip(timeline.steps, run["tiles"]):
         marks.append(time)
-        layer = tile = 0
+        layer = tile = part = 0
         for i, event in enumerate(step):
             time += launch_gap if i > 0 else 0.0
             if event["name"] == "kv gate":  # the scratch of packed pages, of which there are two
                 time = max(time, homewards.get(layer & 1, 0.0))
                 continue
-            staged = event["name"].startswith("attend_tile") and tiles[tile]
-            if staged:
-                while len(arrived) <= len(consumed):
-                    ready = consumed[len(arrived) - n_slots] if len(arrived) >= n_slots else 0.0
-                    link_free = max(link_free, ready) + latency + fetches[len(arrived)] / rate
-                    arrived.append(link_free)
-                time = max(time, arrived[len(consumed)])
-            time += event["dur"]
-            if staged:
-                consumed.append(time)
+            ring = None
             if event["name"].startswith("attend_tile"):
-                tile += 1
-            elif event["name"].startswith("attend_pack"):
-                down_free = homewards[layer & 1] = max(down_free, time) + latency + home
+                ring, tile = "tile" if tiles[tile] else None, tile + 1
+            elif is_part(event):
+                ring, part = "part" if run["parts"][part] else None, part + 1
+            if ring:
+                time = max(time, link.arrival(ring))
+            time += event["dur"]
+            if ring:
+                link.read(ring, time)
+            if event["name"].startswith("attend_pack"):
+                down_free = homewards[layer & 1] = max(down_free, time) + link.latency + home
             elif event["name"].startswith("attend_finish"):
                 layer, tile = layer + 1, 0
+        assert part == len(run["parts"]), (part, len(run["parts"]))
         time += host_gap
     return [b - a for a, b in zip(marks, marks[1:])]
 
@@ -253,3 +293,27 @@ def bench(build, model, work, environment, cases=(("SmolLM2", 2048), ("SmolLM2",
     for link, (ratio, where) in worst.items():
         title = f"wall / simulated floor, link 1/{link}"
         print(f"{title:34} worst {ratio:.3f} ({where})   bar <= {BAR}")
+
+
+WEIGHTS = [("weights at 40 %", "strategy=quantized,weights=40"),
+           ("weights at 40 %, cache", "weights=40"), ("weights at 70 %, cache", "weights=70")]
+
+
+def weights(build, model, work, environment, depth=2048, links=LINKS):
+    """Weights that stream, alone and beside the cache, against the same schedule; and against all of them resident."""
+    b, worst = Bench(build, model, work, environment), (0, "")
+    b.start("SmolLM2", depth, None, [policy("leat", "leat", "")], 2)
+    for link in links:
+        runs = b.start("SmolLM2", depth, link, [resident("leat", "")] + [policy(name, "leat", more) for name, more in WEIGHTS], 13)
+        stay = runs[resident("leat", "").split(":")[0]]
+        for name, more in WEIGHTS:
+            timeline = runs[policy(name, "leat", more).split(":")[0]]
+            walls, run = timeline.walls(), timeline.run
+            best = floors(timeline, stay.host_gap(), timeline.launch_gap())
+            low, ratio, high = statistics.quantiles([w / f for w, f, packs in zip(walls, best, timeline.packs()) if not packs], n=4)
+            parts = sum(run["parts"]) / run["link_rate"] * 1e3
+            print(f"  link 1/{link} {name:26} kernels {timeline.kernel_usec() / 1000:5.1f} ms, copies of weights {parts:5.1f} ms; wall "
+                  f"{statistics.median(walls) / 1000:5.1f} ms (all resident {statistics.median(stay.walls()) / 1000:5.1f}), floor "
+                  f"{statistics.median(best) / 1000:5.1f} ms: {ratio:.3f} ({low:.3f} .. {high:.3f})", flush=True)
+            worst = max(worst, (ratio, f"{name}, link 1/{link}"))
+    print(f"{'wall / simulated floor, weights':34} worst {worst[0]:.3f} ({worst[1]})   bar <= {BAR}")
