@@ -259,7 +259,7 @@ def resident(form, more):
 def judge(name, timeline, host_gap, kernel_usec):
     """Prints a line; returns wall / floor, or None when it is not judged."""
     run = timeline.run
-    walls, best = timeline.walls(), floors(timeline, host_gap, timeline.launch_gap())
+    walls, best = timeline.walls(), floors(timeline, min(host_gap, timeline.host_gap()), timeline.launch_gap())
     ratios = [(w / f, packs) for w, f, packs in zip(walls, best, timeline.packs())]
     plain, packing = [r for r, packs in ratios if not packs], [r for r, packs in ratios if packs]
     tile = max(max(tiles) for tiles in run["tiles"]) / run["link_rate"] * 1e6

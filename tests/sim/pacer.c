@@ -287,10 +287,14 @@ static void job_run(SimLane *lane, SimJob *job)
  * allowed. */
 static void take_processor(void)
 {
-    struct sched_param first = {.sched_priority = 1};
+    struct sched_param first;
     cpu_set_t allowed, last;
+    int policy;
 
-    (void)pthread_setschedparam(pthread_self(), SCHED_RR, &first);
+    if (pthread_getschedparam(pthread_self(), &policy, &first) == 0) {
+        first.sched_priority++; /* than the program itself */
+        (void)pthread_setschedparam(pthread_self(), SCHED_RR, &first);
+    }
     if (pthread_getaffinity_np(pthread_self(), sizeof(allowed), &allowed) != 0)
         return;
     for (int i = CPU_SETSIZE; i-- > 0;)
