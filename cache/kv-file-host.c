@@ -8,6 +8,7 @@
 
 #include "cache/kv-file-internal.h"
 #include "cache/kv-host-internal.h"
+#include "quant/kv-pack.h"
 
 #include <string.h>
 #include <xxhash.h>
@@ -164,11 +165,11 @@ static bool take_bytes(const KvImageChunk *chunk, uint64_t *at, void *ret, uint6
 
 static int take_tensor(const KvImageChunk *chunk, uint64_t *at, const KvQuantized *plan, KvQuantized **ret)
 {
-    uint64_t scales = plan->n_groups * kv_dtype_bytes(plan->options.dtype);
+    uint64_t scales = plan->n_groups * kv_dtype_bytes(plan->options.dtype), left = chunk->bytes - *at, packed;
     int r;
 
-    /* A code has a bit at least: nothing is allocated for what the file cannot hold. */
-    if (plan->n_values / 8 > chunk->bytes)
+    /* Nothing is allocated for what the file cannot hold. */
+    if (!kv_packed_bytes(plan->options.nbits, plan->n_rows, plan->n_columns, &packed) || packed > left || scales > (left - packed) / 2)
         return -EBADMSG;
     r = kv_quantized_new(plan, ret, NULL);
     if (r)
