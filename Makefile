@@ -217,6 +217,16 @@ soak: packages
 	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random || status=1; \
 	  LEAT_SOAK=1 LEAT_TEST_ONLY=faults tests/run-tests $(BUILD) || status=1; exit $$status
 
+# Damaged files of every kind, read with the sanitizers' eyes; the seed is printed.  make fuzz FUZZ_SECONDS=3600
+FUZZ_SECONDS ?= 60
+FUZZ_BUILD   := $(BUILD)/sanitize-address-undefined
+.PHONY: fuzz
+fuzz: packages
+	$(Q)$(MAKE) --no-print-directory SANITIZE=address,undefined $(FUZZ_BUILD)/tests/unit/test-fuzz
+	$(Q)mkdir -p $(FUZZ_BUILD)/fuzz
+	$(Q)LEAT_TEST_DATA=tests/data LEAT_FUZZ_SECONDS=$(FUZZ_SECONDS) LEAT_FUZZ_SEED=$${LEAT_FUZZ_SEED:-$$(date +%s)} \
+	  LEAT_FUZZ_KEEP=$(FUZZ_BUILD)/fuzz $(FUZZ_BUILD)/tests/unit/test-fuzz
+
 # Includes go down only: daemon -> cache -> opencl -> quant; inside daemon: bus -> engine -> {model, text}.
 .PHONY: check-layers
 check-layers:
@@ -243,6 +253,7 @@ help:
 	  'make check              all set-up and every test  [SANITIZE=address,undefined]' \
 	  "make test T=NAME [F='*pattern*']  one test program" \
   'make soak               clients on a daemon, random programs on the cache, then every fault (hours)  [SOAK_SECONDS=3600]' \
+	  'make fuzz               damaged sessions, models, YAML, templates, under sanitizers  [FUZZ_SECONDS=60]' \
 	  'make sim                the simulated small GPU, a layer for the OpenCL loader (tests/sim/README.md)' \
   'make bench              ratios against llama.cpp, in one run on a quiet machine' \
 	  'make install            [DESTDIR=] [PREFIX=/usr] [SYSCONFDIR=/etc]' \

@@ -221,9 +221,29 @@ static int read_all(int fd, void *data, size_t bytes)
     return 0;
 }
 
-/* The file as memory. */
-static int load_file(int fd, const char *path, bool map, KvImage *image, ErrorDetail *reterr)
+/* What a header says by itself; of a file of @bytes. */
+static int check_header(const ImageHeader *header, uint64_t bytes, const char *path, const KvImageFacts *expected, ErrorDetail *reterr)
 {
+    if (memcmp(header->magic, image_magic, sizeof(header->magic)) != 0)
+        return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: not a saved cache", path);
+    if (header->version != KV_IMAGE_VERSION)
+        return error_detail_set(reterr, KV_IMAGE_E_DIFFERENT, "%s: version %u, this program reads %u", path, header->version,
+                                KV_IMAGE_VERSION);
+    if (header->file_bytes != bytes)
+        return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: %llu bytes instead of the %llu that were written", path,
+                                (unsigned long long)bytes, (unsigned long long)header->file_bytes);
+    if (header->n_chunks > KV_IMAGE_MAX_CHUNKS || header->n_chunks * sizeof(ImageEntry) > bytes - sizeof(ImageHeader))
+        return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: a table of %u chunks does not fit into it", path, header->n_chunks);
+    if (expected->max_bytes > 0 && bytes > expected->max_bytes)
+        return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: %llu bytes, more than the %llu that may be read", path,
+                                (unsigned long long)bytes, (unsigned long long)expected->max_bytes);
+    return 0;
+}
+
+/* The file as memory: only once its header says that there is a reason to. */
+static int load_file(int fd, const char *path, const KvImageFacts *expected, bool map, KvImage *image, ErrorDetail *reterr)
+{
+    ImageHeader header;
     struct stat status;
     int r;
 
@@ -234,6 +254,11 @@ static int load_file(int fd, const char *path, bool map, KvImage *image, ErrorDe
     if (status.st_size < (off_t)sizeof(ImageHeader))
         return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: %lld bytes, shorter than a header", path, (long long)status.st_size);
     image->memory_bytes = (size_t)status.st_size;
+    r = read_all(fd, &header, sizeof(header));
+    if (!r)
+        r = check_header(&header, image->memory_bytes, path, expected, reterr);
+    if (r)
+        return r < 0 ? error_detail_set(reterr, r, "%s: %s", path, strerror(-r)) : r;
     if (map) {
         void *memory = mmap(NULL, image->memory_bytes, PROT_READ, MAP_PRIVATE, fd, 0);
 
@@ -250,29 +275,30 @@ static int load_file(int fd, const char *path, bool map, KvImage *image, ErrorDe
     return r ? error_detail_set(reterr, r, "%s: %s", path, r < 0 ? strerror(-r) : "cut while it was read") : 0;
 }
 
-static int check_header(const KvImage *image, const ImageHeader *header, const char *path, const KvImageFacts *expected,
-                        ErrorDetail *reterr)
+/* The header that is in memory now, which somebody may have written meanwhile, with its table. */
+static int check_table(const KvImage *image, const char *path, const KvImageFacts *expected, ErrorDetail *reterr)
 {
-    const ImageEntry *entries = (const ImageEntry *)(header + 1);
+    const ImageHeader *header = image->memory;
+    int r = check_header(header, image->memory_bytes, path, expected, reterr);
 
-    if (memcmp(header->magic, image_magic, sizeof(header->magic)) != 0)
-        return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: not a saved cache", path);
-    if (header->version != KV_IMAGE_VERSION)
-        return error_detail_set(reterr, KV_IMAGE_E_DIFFERENT, "%s: version %u, this program reads %u", path, header->version,
-                                KV_IMAGE_VERSION);
-    if (header->file_bytes != image->memory_bytes)
-        return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: %zu bytes instead of the %llu that were written", path,
-                                image->memory_bytes, (unsigned long long)header->file_bytes);
-    if (header->n_chunks > KV_IMAGE_MAX_CHUNKS ||
-        header->n_chunks * sizeof(ImageEntry) > image->memory_bytes - sizeof(ImageHeader))
-        return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: a table of %u chunks does not fit into it", path, header->n_chunks);
-    if (header->hash != hash_table(*header, entries))
+    if (r)
+        return r;
+    if (header->hash != hash_table(*header, (const ImageEntry *)(header + 1)))
         return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: the header or the table is damaged", path);
     if (memcmp(header->model, expected->model, KV_IMAGE_DIGEST) != 0)
         return error_detail_set(reterr, KV_IMAGE_E_DIFFERENT, "%s: saved with another model", path);
     if (header->n_tokens > 0 && header->layout != expected->layout)
         return error_detail_set(reterr, KV_IMAGE_E_DIFFERENT, "%s: saved with another form of the cache, calibration or layout", path);
     return 0;
+}
+
+static bool is_zero(const char *bytes, uint64_t n)
+{
+    while (n > 0 && *bytes == 0) {
+        bytes++;
+        n--;
+    }
+    return n == 0;
 }
 
 static int check_chunks(KvImage *image, const ImageHeader *header, const char *path, ErrorDetail *reterr)
@@ -287,6 +313,8 @@ static int check_chunks(KvImage *image, const ImageHeader *header, const char *p
         if (entry->offset % KV_IMAGE_ALIGN != 0 || entry->offset < end || entry->offset - end >= KV_IMAGE_ALIGN ||
             !checked_add(entry->offset, entry->bytes, &chunk_end) || chunk_end > image->memory_bytes)
             return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: chunk %u does not lie in it", path, i);
+        if (!is_zero((const char *)image->memory + end, entry->offset - end))
+            return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: the bytes before chunk %u are damaged", path, i);
         if (XXH3_64bits((const char *)image->memory + entry->offset, entry->bytes) != entry->hash)
             return error_detail_set(reterr, KV_IMAGE_E_DAMAGED, "%s: chunk %u (kind %u, %u, %u) is damaged", path, i, entry->kind, entry->a,
                                     entry->b);
@@ -311,11 +339,11 @@ int kv_image_open(int fd, const char *path, const KvImageFacts *expected, bool m
 
     if (!image)
         return error_origin(-ENOMEM);
-    r = load_file(fd, path, map, image, reterr);
+    r = load_file(fd, path, expected, map, image, reterr);
     if (r)
         return error_trace(r);
     header = image->memory;
-    r = check_header(image, header, path, expected, reterr);
+    r = check_table(image, path, expected, reterr);
     if (r)
         return error_trace(r);
     image->facts = *expected;

@@ -8,7 +8,8 @@
  *            each at a multiple of KV_IMAGE_ALIGN, nothing overlaps, the last one ends the file
  * Little endian, as the machines are.
  *
- * Files are untrusted: every number is checked before it is used, every chunk's hash before kv_image_open() returns.  A descriptor that
+ * Files are untrusted: every number is checked before it is used, every byte (by hash, padding for being zero) before kv_image_open()
+ * returns, and the header before memory is taken for the rest.  A descriptor that
  * somebody else may write to or cut is read into memory of our own; only our own files are mapped.
  *
  * Making and writing are two steps, so that one thread can say what is to be written and another one write it.
@@ -36,6 +37,7 @@ typedef struct KvImageFacts {
     uint8_t model[KV_IMAGE_DIGEST];
     uint64_t layout;   /* fingerprint: equal numbers, equal meaning of every byte; of no matter when there are no tokens */
     uint32_t n_tokens;
+    uint64_t max_bytes; /* expected: a larger file is refused before it is read; 0: any */
 } KvImageFacts;
 
 typedef struct KvImageChunk {

@@ -182,6 +182,14 @@ static void saved(Engine *engine, FileTask *task)
 
 /* ---- restore ----------------------------------------------------------------------------------------------------------------- */
 
+/* A descriptor may name a sparse file of any size, which would fill our memory with zeros. */
+static uint64_t most_file_bytes(void)
+{
+    long pages = sysconf(_SC_PHYS_PAGES), page_bytes = sysconf(_SC_PAGESIZE);
+
+    return pages > 0 && page_bytes > 0 ? (uint64_t)pages / 2 * (uint64_t)page_bytes : 0;
+}
+
 static void start_restore(Engine *engine, Query *query, Session *session)
 {
     FileTask *task = file_task_new(FILE_TASK_RESTORE, session, NULL);
@@ -199,6 +207,7 @@ static void start_restore(Engine *engine, Query *query, Session *session)
     task->query = query;
     task->store = store;
     task->expected.layout = kv_store_layout(store->store);
+    task->expected.max_bytes = most_file_bytes();
     (void)digest_from_hex(session->slot->facts.digest, task->expected.model);
     file_task_post(engine, task);
 }

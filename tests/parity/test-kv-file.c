@@ -191,6 +191,61 @@ static void what_does_not_fit_is_refused_and_changes_nothing(void **state)
     (void)close(fd);
 }
 
+/* Cut before, at and after each section's border; a byte of each section and of what lies between changed.  A cache that lives in the store
+ * goes on as if nothing had been. */
+static void a_file_cut_or_damaged_in_any_section_is_refused(void **state)
+{
+    Fixture *fixture = *state;
+    KvPolicy policy = policy_of(2, KV_FORM_LEAT);
+    int fd = save_file(fixture, &policy, KV_FORM_LEAT);
+    _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, &policy);
+    _cleanup_(kv_cache_freep) KvCache *cache = NULL;
+    _cleanup_(kv_image_freep) KvImage *image = open_file(store, fd);
+    KvStream *stream = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
+    KvImageFacts facts = image->facts;
+    uint64_t bytes = image->memory_bytes;
+    uint8_t *file = malloc(bytes);
+    uint32_t n_refused = 0;
+
+    assert_non_null(file);
+    assert_int_equal(pread(fd, file, bytes, 0), bytes);
+    assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
+    kv_bench_run(&fixture->bench, store, cache, stream, N_SAVED, 97);
+    for (uint32_t i = 0; i < image->n_chunks; i++) {
+        uint64_t offset = (uint64_t)((const char *)image->chunks[i].data - (const char *)image->memory), end = offset + image->chunks[i].bytes;
+        const uint64_t cuts[] = {offset - 1, offset, offset + 1, (offset + end) / 2, end - 1, end};
+        const uint64_t flips[] = {offset - 1, offset, (offset + end) / 2, end - 1};
+
+        for (size_t k = 0; k < N_ELEMENTS(cuts) + N_ELEMENTS(flips); k++) {
+            bool cut = k < N_ELEMENTS(cuts);
+            uint64_t at = cut ? cuts[k] : flips[k - N_ELEMENTS(cuts)];
+            int damaged = memfd_create("damaged", MFD_CLOEXEC);
+            ErrorDetail detail = ERROR_DETAIL_NULL;
+            KvImage *opened = NULL;
+
+            if (cut && at == bytes) { /* the whole file */
+                (void)close(damaged);
+                continue;
+            }
+            file[at] ^= cut ? 0 : 1;
+            assert_int_equal(write(damaged, file, cut ? at : bytes), cut ? at : bytes);
+            file[at] ^= cut ? 0 : 1;
+            assert_int_equal(kv_image_open(damaged, "damaged", &facts, k % 2, &opened, &detail), KV_IMAGE_E_DAMAGED);
+            assert_true(detail.text[0]);
+            assert_null(opened);
+            (void)close(damaged);
+            n_refused++;
+        }
+    }
+    print_message("%u sections, %u files refused\n", image->n_chunks, n_refused);
+    assert_int_equal(kv_cache_length(cache), N_SAVED);
+    kv_bench_run(&fixture->bench, store, cache, stream, N_TOKENS, 31);
+    assert_memory_equal((const char *)stream->out, (const char *)fixture->cold[KV_FORM_LEAT]->out, out_bytes(fixture, N_TOKENS));
+    kv_stream_free(stream);
+    free(file);
+    (void)close(fd);
+}
+
 /* The same file with one number of its record changed, and hashes that agree. */
 static int forge(int fd, size_t at, uint32_t value)
 {
@@ -288,6 +343,7 @@ int main(void)
         cmocka_unit_test(a_restored_sequence_goes_on_with_the_same_bits_in_any_store),
         cmocka_unit_test(another_form_or_calibration_has_another_fingerprint),
         cmocka_unit_test(what_does_not_fit_is_refused_and_changes_nothing),
+        cmocka_unit_test(a_file_cut_or_damaged_in_any_section_is_refused),
         cmocka_unit_test(a_record_that_does_not_add_up_is_refused),
     };
 
