@@ -29,7 +29,7 @@ static Talk *start_within(const EngineModel *models, size_t n, uint64_t budget)
     EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .default_max_memory_bytes = budget},
                              .models = models,
                              .n_models = n,
-                             .watchdog_usec = 60000000};
+                             .watchdog_usec = 600000000};
 
     return talk_new(&options);
 }

@@ -35,7 +35,7 @@ static Talk *start(const EngineModel *model, uint64_t bytes)
                              .models = model,
                              .n_models = 1,
                              .state_dir = state_dir, /* measured once */
-                             .watchdog_usec = 60000000};
+                             .watchdog_usec = 600000000};
 
     return talk_new(&options);
 }

@@ -98,7 +98,7 @@ static bool generate(clsim_set_faults_fn arm, clsim_count_calls_fn count, uint32
                          .parallel = 1,
                          .keep_alive_usec = UINT64_MAX};
     EngineOptions options = {
-        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 60000000};
+        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 600000000};
     EngineRequest request = raw_request("m", NULL, 20);
     bool reached;
     Talk *talk;
