@@ -38,15 +38,16 @@ static uint64_t pick(Client *client, uint64_t n)
     return soak_random(&client->seed, n);
 }
 
-/* What may be answered while configurations change and queues fill.  A model that was taken out of the configuration takes its sessions along. */
+/* What may be answered while configurations change and queues fill.  A model that was taken out of the configuration takes its sessions along.
+ * LEAT_SOAK_TIGHT: the device may be too small for what is asked of it at once. */
 static bool is_refusal(const char *error)
 {
-    static const char *const names[] = {ERROR("QueueFull"), ERROR("NoSuchModel"), ERROR("NoSuchSession"), ERROR("SessionBusy"), NULL};
+    static const char *const names[] = {ERROR("QueueFull"), ERROR("NoSuchModel"), ERROR("NoSuchSession"), ERROR("SessionBusy")};
 
-    for (size_t i = 0; names[i]; i++)
+    for (size_t i = 0; i < N_ELEMENTS(names); i++)
         if (strcmp(error, names[i]) == 0)
             return true;
-    return false;
+    return getenv("LEAT_SOAK_TIGHT") && (strcmp(error, ERROR("OutOfDeviceMemory")) == 0 || strcmp(error, ERROR("OutOfMemory")) == 0);
 }
 
 static void refused(Client *client, const char *what, const char *error)
