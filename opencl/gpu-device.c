@@ -119,37 +119,21 @@ static int selftest_answers(Selftest *test, ErrorDetail *reterr)
     return 0;
 }
 
-static void unmap_pages(void **memory)
+static int run_in_place(Selftest *test, char *in_memory, char *out_memory, bool *ret, ErrorDetail *reterr)
 {
-    if (*memory)
-        (void)munmap(*memory, 2 * SELFTEST_ITEMS * sizeof(uint32_t) + 2 * (size_t)sysconf(_SC_PAGESIZE));
-}
-
-/* Whether a kernel sees what the host writes into wrapped memory, and the host what the kernel writes, twice in a row and
- * without a copy or a map: some drivers claim unified memory and then keep a shadow of it. */
-static int selftest_in_place(Selftest *test, bool *ret, ErrorDetail *reterr)
-{
-    _cleanup_(unmap_pages) void *memory = NULL;
     _cleanup_(gpu_buffer_freep) GpuBuffer *in = NULL, *out = NULL;
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), half = (sizeof(test->in) + page - 1) / page * page;
-    Gpu *gpu = test->gpu;
     bool works = true;
-    char *base;
     int r;
 
-    base = mmap(NULL, 2 * sizeof(test->in) + 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (base == MAP_FAILED)
-        return error_origin(-errno);
-    memory = base;
-    r = gpu_buffer_wrap(gpu, base, sizeof(test->in), &in, reterr);
+    r = gpu_buffer_wrap(test->gpu, in_memory, sizeof(test->in), &in, reterr);
     if (!r)
-        r = gpu_buffer_wrap(gpu, base + half, sizeof(test->out), &out, reterr);
+        r = gpu_buffer_wrap(test->gpu, out_memory, sizeof(test->out), &out, reterr);
     for (uint32_t round = 2; round < 4 && !r; round++) {
-        selftest_input((uint32_t *)(void *)base, round);
+        selftest_input((uint32_t *)(void *)in_memory, round);
         r = selftest_launch(test, in, out, reterr);
         if (!r)
-            r = gpu_drain(gpu, SELFTEST_USEC, reterr);
-        works = works && !r && selftest_equal(test, (uint32_t *)(void *)base, (uint32_t *)(void *)(base + half));
+            r = gpu_drain(test->gpu, SELFTEST_USEC, reterr);
+        works = works && !r && selftest_equal(test, (uint32_t *)(void *)in_memory, (uint32_t *)(void *)out_memory);
     }
     if (r == GPU_E_OVER_BUDGET) /* refused to wrap: no reason to do without the device */
         works = false;
@@ -157,6 +141,21 @@ static int selftest_in_place(Selftest *test, bool *ret, ErrorDetail *reterr)
         return error_trace(r);
     *ret = works;
     return 0;
+}
+
+/* Whether a kernel sees what the host writes into wrapped memory, and the host what the kernel writes, twice in a row and
+ * without a copy or a map: some drivers claim unified memory and then keep a shadow of it. */
+static int selftest_in_place(Selftest *test, bool *ret, ErrorDetail *reterr)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), half = (sizeof(test->in) + page - 1) / page * page;
+    char *memory = mmap(NULL, 2 * half, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int r;
+
+    if (memory == MAP_FAILED)
+        return error_origin(-errno);
+    r = run_in_place(test, memory, memory + half, ret, reterr);
+    gpu_unmap_host(test->gpu, memory, 2 * half);
+    return error_trace(r);
 }
 
 /* ---- SIMD level -------------------------------------------------------------------------------------------------- */
@@ -226,7 +225,7 @@ static bool may_have_simd(const GpuInfo *info)
 static int selftest(Gpu *gpu, ErrorDetail *reterr)
 {
     static const char *const sources[] = {"selftest.cl"};
-    _cleanup_(freep) Selftest *test = calloc(1, sizeof(*test));
+    Selftest *test = calloc(1, sizeof(*test));
     GpuSimd simd = GPU_SIMD_PORTABLE;
     bool in_place = false;
     int r;
@@ -241,6 +240,7 @@ static int selftest(Gpu *gpu, ErrorDetail *reterr)
         r = selftest_in_place(test, &in_place, reterr);
     if (!r && may_have_simd(&gpu->info))
         r = probe_simd(test, &simd, reterr);
+    gpu_free_host(gpu, test);
     if (r)
         return error_trace(r);
     if (gpu->info.unified_memory && !in_place)
@@ -323,6 +323,7 @@ static void free_events(Gpu *gpu)
         (void)gpu_event_unref(gpu->pending[i]);
     for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
         (void)gpu_event_unref(gpu->last[queue]);
+    (void)gpu_event_unref(gpu->last_input);
     while (gpu->event_blocks) {
         GpuEventBlock *next = gpu->event_blocks->next;
 

@@ -153,6 +153,7 @@ struct Gpu {
     GpuEvent **pending; /* enqueued, not yet seen complete; in order of enqueuing */
     size_t n_pending, n_pending_allocated, sweep_at;
     GpuEvent *last[GPU_QUEUE_X_MAX]; /* newest command of each queue */
+    GpuEvent *last_input;            /* newest upload on the compute queue */
     uint64_t sequence, flushed[GPU_QUEUE_X_MAX]; /* sequence of the newest command known to be submitted */
     cl_event *waits;                             /* scratch of one enqueue */
     size_t n_waits_allocated;
@@ -211,7 +212,8 @@ void gpu_platform_string(cl_platform_id platform, cl_platform_info what, char *t
 int gpu_command_begin(Gpu *gpu, GpuQueue queue, GpuCommandKind kind, const char *label, uint64_t bytes, GpuEvent **ret);
 /* Takes @event, whose cl handle the driver has filled, or returns it to the pool when @status says that it failed. */
 int gpu_command_end(Gpu *gpu, GpuEvent *event, cl_int status, const char *call, GpuEvent **ret_event);
-/* The wait list of a command of @queue, without what its order already gives. */
+/* The wait list of a command of @queue, without what its order already gives.  All of the compute queue wait for the uploads before
+ * them: in order they would run although one has failed, and kernels take places in memory from what it should have brought. */
 int gpu_command_waits(Gpu *gpu, GpuQueue queue, GpuWait wait, cl_uint *ret_n, const cl_event **ret);
 
 /* ---- gpu-step.c -------------------------------------------------------------------------------------------------- */

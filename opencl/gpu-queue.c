@@ -150,7 +150,7 @@ static int waits_reserve(Gpu *gpu, size_t n)
 int gpu_command_waits(Gpu *gpu, GpuQueue queue, GpuWait wait, cl_uint *ret_n, const cl_event **ret)
 {
     cl_uint n = 0;
-    int r = waits_reserve(gpu, wait.n_events);
+    int r = waits_reserve(gpu, wait.n_events + 1);
 
     if (r)
         return error_trace(r);
@@ -167,6 +167,8 @@ int gpu_command_waits(Gpu *gpu, GpuQueue queue, GpuWait wait, cl_uint *ret_n, co
         }
         gpu->waits[n++] = event->cl;
     }
+    if (queue == GPU_QUEUE_COMPUTE && gpu->last_input && !gpu->last_input->complete)
+        gpu->waits[n++] = gpu->last_input->cl;
     *ret_n = n;
     *ret = n ? gpu->waits : NULL;
     return 0;
@@ -229,6 +231,10 @@ int gpu_upload(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t offset, const v
     r = gpu_command_end(gpu, event, status, "clEnqueueWriteBuffer", ret_event);
     if (r)
         return error_trace(r);
+    if (queue == GPU_QUEUE_COMPUTE) {
+        (void)gpu_event_unref(gpu->last_input);
+        gpu->last_input = gpu_event_ref(gpu->last[queue]);
+    }
     gpu->counters.n_uploads++;
     gpu->counters.upload_bytes += bytes;
     return 0;

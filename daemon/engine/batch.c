@@ -17,6 +17,7 @@ int batch_new(Job *job, const Tokenizer *tokenizer, const KvPolicy *policy, Toke
     if (batch) {
         batch->n_sequences = MAX(MAX(s->num_beams, s->num_return_sequences), 1u);
         batch->prompts = calloc(n_prompts, sizeof(*batch->prompts));
+        batch->n_prompts = batch->prompts ? n_prompts : 0;
         batch->next = calloc(batch->n_sequences, sizeof(*batch->next));
         batch->row = calloc(n_vocab, sizeof(*batch->row));
         batch->scratch = calloc(n_vocab, sizeof(*batch->scratch));
@@ -33,7 +34,6 @@ int batch_new(Job *job, const Tokenizer *tokenizer, const KvPolicy *policy, Toke
     batch->job = job;
     batch->tokenizer = tokenizer;
     batch->policy = *policy;
-    batch->n_prompts = n_prompts;
     batch->n_vocab = n_vocab;
     batch->context = job->context;
     *ret = TAKE_PTR(batch);

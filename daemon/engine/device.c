@@ -82,16 +82,20 @@ void device_free_host(Engine *engine, void *memory)
 
 void device_abandon(Engine *engine, const ErrorDetail *detail)
 {
+    ErrorDetail complete = *detail;
     EngineResult result = engine->gpu && gpu_is_hung(engine->gpu) ? ENGINE_RESULT_DEVICE_HUNG : ENGINE_RESULT_DEVICE_LOST;
     bool again;
 
-    log_error("Device %s: %s", result == ENGINE_RESULT_DEVICE_HUNG ? "hung" : "lost", detail->text);
-    engine->device_error = *detail;
+    if (engine->gpu)
+        gpu_explain(engine->gpu, &complete);
+    result_explain(result, &complete);
+    log_error("Device %s: %s", result == ENGINE_RESULT_DEVICE_HUNG ? "hung" : "lost", complete.text);
+    engine->device_error = complete;
     do {
         again = false;
         for (Job *job = engine->jobs; job && !again; job = job->next)
             if (job->active) {
-                jobs_finish(engine, job, result, detail);
+                jobs_finish(engine, job, result, &complete);
                 again = true;
             }
     } while (again);

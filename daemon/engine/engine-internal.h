@@ -152,6 +152,8 @@ bool pass_run(Engine *engine);
 /* ---- result.c */
 EngineResult result_from_model(int r);
 EngineResult result_from_kv(int r);
+/* Says in @reterr what became of it, unless something says more there already. */
+void result_explain(EngineResult result, ErrorDetail *reterr);
 EngineResult result_from_errno(int r);
 
 /* ---- status.c */

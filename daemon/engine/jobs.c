@@ -39,6 +39,7 @@ static bool result_is_ours(EngineResult result)
 
 void jobs_finish(Engine *engine, Job *job, EngineResult result, const ErrorDetail *detail)
 {
+    ErrorDetail complete = detail ? *detail : ERROR_DETAIL_NULL;
     const char *reason = "error";
     char stopped[sizeof(job->usage.stop_reason)];
 
@@ -56,8 +57,9 @@ void jobs_finish(Engine *engine, Job *job, EngineResult result, const ErrorDetai
     } else if (result == ENGINE_RESULT_CANCELLED) {
         reason = "cancelled";
     }
+    result_explain(result, &complete);
     if (result_is_ours(result))
-        log_warning("Job %llu failed: %s", (unsigned long long)job->id, detail ? detail->text : "no reason known");
+        log_warning("Job %llu failed: %s", (unsigned long long)job->id, complete.text);
     if (job->session) {
         job->session->job = NULL;
         job->session->last_used_usec = now_usec();
@@ -67,7 +69,7 @@ void jobs_finish(Engine *engine, Job *job, EngineResult result, const ErrorDetai
     (void)pthread_mutex_lock(&engine->status_lock);
     engine->n_jobs--;
     (void)pthread_mutex_unlock(&engine->status_lock);
-    job_emit_finished(job, engine->mailbox, result, reason, detail);
+    job_emit_finished(job, engine->mailbox, result, reason, &complete);
     job_free(job);
     jobs_unblock(engine);
     engine->admission_due = engine->status_dirty = true;

@@ -69,6 +69,7 @@ void query_answer(Engine *engine, Query *query, EngineResult result, const Error
     reply->result = result;
     if (result != ENGINE_RESULT_DONE && detail)
         reply->detail = *detail;
+    result_explain(result, &reply->detail);
     mailbox_emit(engine->mailbox, reply);
     query_free(query);
 }

@@ -64,3 +64,18 @@ EngineResult result_from_kv(int r)
     }
     return ENGINE_RESULT_FAILED;
 }
+
+void result_explain(EngineResult result, ErrorDetail *reterr)
+{
+    const char *text = "it failed, and no reason is known";
+
+    if (reterr->text[0] || result == ENGINE_RESULT_DONE || result == ENGINE_RESULT_CANCELLED)
+        return;
+    if (result == ENGINE_RESULT_OUT_OF_MEMORY)
+        text = "the system has no memory left for it";
+    else if (result == ENGINE_RESULT_OUT_OF_DEVICE_MEMORY)
+        text = "the device has no memory left for it";
+    else if (result == ENGINE_RESULT_DEVICE_LOST || result == ENGINE_RESULT_DEVICE_HUNG)
+        text = "the device was lost";
+    (void)error_detail_set(reterr, 0, "%s", text);
+}

@@ -130,6 +130,12 @@ bool gpu_is_lost(const Gpu *gpu)
     return gpu->lost;
 }
 
+void gpu_explain(const Gpu *gpu, ErrorDetail *reterr)
+{
+    if (gpu->lost && !reterr->text[0])
+        (void)error_detail_set(reterr, -ENODEV, "played: lost");
+}
+
 bool gpu_is_hung(const Gpu *gpu)
 {
     return gpu->hung;

@@ -1,0 +1,373 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The engine with a toy model, as the daemon has it, on the simulated small GPU, while one thing fails: a call of OpenCL, an allocation, a command
+ * after it was accepted.  Whoever asked gets the right tokens or an error that says something; the next request is served and right; when the engine
+ * ends, nothing is left behind.
+ *
+ * Some cases are taken, evenly spaced from a random start (LEAT_FAULT_SEED, printed); LEAT_SOAK=1 takes all.
+ */
+
+#include "quant/base/log.h"
+#include "tests/lib/engine-talk.h"
+#include "tests/lib/fault-script.h"
+#include "tests/lib/sim-rig.h"
+#include "tests/sim/clsim.h"
+
+#include <sys/syscall.h>
+#include <time.h>
+
+#ifdef __SANITIZE_ADDRESS__ /* whose free() must be the first */
+#define PRELOAD
+#else
+#define PRELOAD " LD_PRELOAD=layer"
+#endif
+
+#define DEVICE                                                                                                                          \
+    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MEMORY=64M CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=4G "             \
+    "CLSIM_POISON=1 CLSIM_PART=1 CLSIM_CHECK=all CLSIM_MISUSE=71" PRELOAD
+
+enum { N_PROMPT = 40, N_TOKENS = 8, N_BEAMS = 3 };
+
+static char state_dir[] = "/tmp/leat-fault-XXXXXX", path[4096];
+static int32_t prompt[N_PROMPT];
+static Talk *talk;
+
+static uint32_t seed(void)
+{
+    return (uint32_t)strtoul(getenv("LEAT_FAULT_SEED"), NULL, 10);
+}
+
+/* ---- requests ------------------------------------------------------------------------------------------------------ */
+
+typedef struct Answer {
+    EngineResult result;
+    char said[600];
+    int32_t ids[N_BEAMS * N_TOKENS];
+    size_t n_ids;
+} Answer;
+
+static EngineRequest request_of(bool beams)
+{
+    EngineRequest request = raw_request("m", NULL, N_TOKENS);
+
+    request.ids = prompt;
+    request.n_ids = N_PROMPT;
+    request.want_ids = request.sampling.ignore_eos = true;
+    if (beams)
+        request.sampling.num_beams = request.sampling.num_return_sequences = N_BEAMS;
+    return request;
+}
+
+/* What became of the job; the talk forgets it, so that there may be any number. */
+static void hear(uint64_t job, Answer *ret)
+{
+    Seen *seen = talk_wait(talk, job);
+
+    *ret = (Answer){.result = seen->result};
+    (void)snprintf(ret->said, sizeof(ret->said), "%s", seen->detail.text);
+    MUST(seen->n_ids <= N_TOKENS && seen->n_sequences <= N_BEAMS);
+    memcpy(ret->ids, seen->ids, seen->n_ids * sizeof(int32_t));
+    ret->n_ids = seen->n_ids;
+    for (size_t i = 0; i < seen->n_sequences; i++) {
+        EngineSequence *sequence = &seen->sequences[i];
+
+        MUST(sequence->n_tokens <= N_TOKENS);
+        for (uint32_t t = 0; sequence->ids && t < sequence->n_tokens; t++)
+            ret->ids[ret->n_ids++] = sequence->ids[t];
+        free(sequence->text);
+        free(sequence->ids);
+    }
+    free(seen->sequences);
+    *seen = (Seen){.job = 0};
+}
+
+static void ask(bool beams, Answer *ret)
+{
+    EngineRequest request = request_of(beams);
+    uint64_t job = 0;
+    int r = engine_generate(talk->engine, &request, &job);
+
+    if (r == 0) {
+        hear(job, ret);
+        return;
+    }
+    *ret = (Answer){.result = ENGINE_RESULT_OUT_OF_MEMORY};
+    MUST(r == -ENOMEM);
+    (void)snprintf(ret->said, sizeof(ret->said), "engine_generate: %s", strerror(-r));
+}
+
+static Answer expected[2];
+
+static bool is_right(const Answer *answer, bool beams)
+{
+    return answer->result == ENGINE_RESULT_DONE && answer->n_ids == expected[beams].n_ids &&
+           memcmp(answer->ids, expected[beams].ids, answer->n_ids * sizeof(int32_t)) == 0;
+}
+
+/* Without faults.  A device that did not open is tried again after a second. */
+static void ask_well(bool beams)
+{
+    Answer answer;
+
+    for (int i = 0; i < 100; i++) {
+        ask(beams, &answer);
+        if (answer.result != ENGINE_RESULT_NO_DEVICE)
+            break;
+        talk_sleep(100000);
+    }
+    if (answer.result != ENGINE_RESULT_DONE)
+        script_fail(__FILE__, __LINE__, "the next request ends with %d: %s", (int)answer.result, answer.said);
+    if (!is_right(&answer, beams))
+        script_fail(__FILE__, __LINE__, "the next request has other tokens");
+}
+
+/* Lets go of the model, so that the next request loads it. */
+static void unload(void)
+{
+    EngineEvent *reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_UNLOAD, .model = "m"});
+
+    MUST(reply->result == ENGINE_RESULT_DONE);
+    talk->replies[talk->last_cookie] = engine_event_free(reply);
+    talk->last_cookie = 0;
+}
+
+/* ---- cases --------------------------------------------------------------------------------------------------------- */
+
+typedef struct Tally {
+    uint32_t n_cases, n_failed, n_survived;
+} Tally;
+
+/* A fault is armed: the request, then the next one.  Whether it was met; @layer: it cannot be told. */
+static bool run_case(bool beams, clsim_set_faults_fn layer, Tally *tally)
+{
+    const char *function;
+    Answer answer;
+    bool hit;
+
+    ask(beams, &answer);
+    hit = fault_disarm(&function);
+    if (layer)
+        CHECK(layer(NULL) == CL_SUCCESS);
+    if (answer.result == ENGINE_RESULT_DONE) {
+        if (!is_right(&answer, beams))
+            script_fail(__FILE__, __LINE__, "wrong tokens");
+        tally->n_survived += hit;
+    } else {
+        if (!hit && !layer)
+            script_fail(__FILE__, __LINE__, "ends with %d though no fault was met: %s", (int)answer.result, answer.said);
+        if (!answer.said[0])
+            script_fail(__FILE__, __LINE__, "%s fails, the request ends with %d and does not say why", function, (int)answer.result);
+        tally->n_failed++;
+    }
+    if (getenv("LEAT_FAULT_VERBOSE"))
+        (void)printf("  %s: %d: %s\n", function, (int)answer.result, answer.said);
+    tally->n_cases++;
+    ask_well(!beams);
+    return hit;
+}
+
+static uint32_t stride_of(uint32_t n, uint32_t wanted)
+{
+    return getenv("LEAT_SOAK") || n <= wanted ? 1 : n / wanted;
+}
+
+static void say_tally(const char *what, uint32_t n, const Tally *tally)
+{
+    (void)printf("%s: of %u %u cases, %u requests failed, %u went on\n", what, n, tally->n_cases, tally->n_failed, tally->n_survived);
+    (void)fflush(stdout);
+}
+
+/* ---- the engine ---------------------------------------------------------------------------------------------------- */
+
+static void quiet(void *userdata, LogLevel level, const char *line)
+{
+    (void)userdata;
+    (void)level;
+    (void)line;
+}
+
+static void start(void)
+{
+    EngineModel model = {.name = "m",
+                         .path = path,
+                         .policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false),
+                         .parallel = 2,
+                         .keep_alive_usec = UINT64_MAX};
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")},
+                             .models = &model,
+                             .n_models = 1,
+                             .state_dir = state_dir, /* measured once */
+                             .max_queue = 8,
+                             .watchdog_usec = 60000000};
+
+    talk = talk_new(&options);
+}
+
+/* An engine that has served both kinds of request twice, and what is there before it. */
+static void open_engine(FaultLive *ret_none)
+{
+    script_init();
+    log_set_sink(quiet, NULL);
+    CHECK(mkdtemp(state_dir) != NULL);
+    rig_path("tiny-llama-mixed.gguf", path, sizeof(path));
+    rig_random_ids(77, SCRIPT_VOCAB, prompt, N_PROMPT);
+    script_say("without faults");
+    for (int i = 0; i < 2; i++) {
+        start();
+        for (int beams = 0; beams < 2; beams++) {
+            ask(beams, &expected[beams]);
+            if (expected[beams].result != ENGINE_RESULT_DONE)
+                script_fail(__FILE__, __LINE__, "%s", expected[beams].said);
+        }
+        talk = talk_free(talk);
+        fault_live(ret_none);
+    }
+    start();
+    ask_well(false);
+    ask_well(true);
+}
+
+static void close_engine(const FaultLive *none)
+{
+    FaultLive live;
+    char command[64];
+
+    talk = talk_free(talk);
+    for (int i = 0; i < 2000 && (fault_live(&live), live.objects != none->objects || live.blocks != none->blocks); i++)
+        talk_sleep(1000);
+    if (live.objects != none->objects || live.blocks != none->blocks || live.mapped_bytes != none->mapped_bytes ||
+        live.descriptors != none->descriptors) {
+        fault_print_blocks(0);
+        script_fail(__FILE__, __LINE__, "left behind: %lld objects, %lld blocks, %lld mapped bytes, %lld descriptors",
+                    (long long)(live.objects - none->objects), (long long)(live.blocks - none->blocks),
+                    (long long)(live.mapped_bytes - none->mapped_bytes), (long long)(live.descriptors - none->descriptors));
+    }
+    (void)snprintf(command, sizeof(command), "rm -r %s", state_dir);
+    CHECK(system(command) == 0);
+}
+
+/* ---- scenarios ----------------------------------------------------------------------------------------------------- */
+
+/* The @cold request loads the model. */
+static void every_call(bool cold, uint32_t wanted)
+{
+    Tally tally = {0};
+    uint32_t n, stride;
+
+    if (cold)
+        unload();
+    fault_count(false);
+    ask_well(false);
+    n = fault_n_calls();
+    stride = stride_of(n, wanted);
+    for (uint32_t i = 1 + seed() % stride; i <= n; i += stride) {
+        script_say("call %u of OpenCL of a %s request gives CL_OUT_OF_RESOURCES", i, cold ? "cold" : "warm");
+        if (cold)
+            unload();
+        fault_call(i, CL_OUT_OF_RESOURCES);
+        (void)run_case(!cold && i % 2, NULL, &tally);
+    }
+    say_tally(cold ? "calls, cold" : "calls, warm", n, &tally);
+}
+
+static void every_allocation(bool cold, uint32_t wanted)
+{
+    Tally tally = {0};
+    uint32_t n = 0, stride;
+
+    for (int beams = 0; beams < (cold ? 1 : 2); beams++) {
+        if (cold)
+            unload();
+        fault_count(false);
+        ask_well(beams);
+        n = fault_n_allocations();
+        stride = stride_of(n, wanted);
+        for (uint32_t i = 1 + seed() % stride; i <= n; i += stride) {
+            script_say("allocation %u of a %s request%s", i, cold ? "cold" : "warm", beams ? " with beams" : "");
+            if (cold)
+                unload();
+            fault_allocation(i);
+            (void)run_case(beams, NULL, &tally);
+        }
+    }
+    say_tally(cold ? "allocations, cold" : "allocations, warm", n, &tally);
+}
+
+static void every_event(uint32_t wanted)
+{
+    clsim_set_faults_fn layer = NULL;
+    cl_platform_id platform;
+    Tally tally = {0};
+
+    CHECK(clGetPlatformIDs(1, &platform, NULL) == CL_SUCCESS);
+    *(void **)&layer = clGetExtensionFunctionAddressForPlatform(platform, "clsimSetFaults");
+    CHECK(layer);
+    for (uint32_t i = 0; i < (getenv("LEAT_SOAK") ? 50 * wanted : wanted); i++) {
+        char fault[96];
+
+        (void)snprintf(fault, sizeof(fault), "%s:%u:event=CL_OUT_OF_RESOURCES", i % 2 ? "clEnqueueNDRangeKernel" : "clEnqueueWriteBuffer",
+                       1 + (seed() + 13 * i) % (i % 2 ? 100 : 20));
+        script_say("%s", fault);
+        fault_count(false);
+        CHECK(layer(fault) == CL_SUCCESS);
+        (void)run_case(i % 4 < 2, layer, &tally);
+    }
+    say_tally("events", tally.n_cases, &tally);
+}
+
+static void calls(void)
+{
+    FaultLive none;
+
+    open_engine(&none);
+    every_call(false, 8);
+    every_call(true, 8);
+    every_event(6);
+    close_engine(&none);
+}
+
+static void allocations(void)
+{
+    FaultLive none;
+
+    open_engine(&none);
+    every_allocation(false, 40);
+    every_allocation(true, 24);
+    close_engine(&none);
+}
+
+static const SimScenario scenarios[] = {{"calls", calls}, {"allocations", allocations}};
+
+/* ---- tests --------------------------------------------------------------------------------------------------------- */
+
+static void whatever_fails_on_the_device_the_engine_serves_the_next_request(void **state)
+{
+    (void)state;
+    sim_rig_run_well("calls", DEVICE);
+}
+
+static void whatever_memory_is_refused_the_engine_serves_the_next_request(void **state)
+{
+    (void)state;
+    sim_rig_run_well("allocations", DEVICE);
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(whatever_fails_on_the_device_the_engine_serves_the_next_request),
+        cmocka_unit_test(whatever_memory_is_refused_the_engine_serves_the_next_request),
+    };
+
+    if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
+        return EXIT_SUCCESS;
+    if (!getenv("LEAT_FAULT_SEED")) {
+        char number[16];
+
+        (void)snprintf(number, sizeof(number), "%u", (unsigned)time(NULL) % 1000000);
+        (void)setenv("LEAT_FAULT_SEED", number, 1);
+    }
+    print_message("LEAT_FAULT_SEED=%s\n", getenv("LEAT_FAULT_SEED"));
+    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
