@@ -276,7 +276,7 @@ def judge(name, timeline, host_gap, kernel_usec):
 def bench(build, model, work, environment, cases=(("SmolLM2", 2048), ("SmolLM2", 8064), ("toy", 32768)), links=LINKS, policies=POLICIES):
     """Bar 6 on the simulated small GPU."""
     b, worst = Bench(build, model, work, environment), {}
-    b.start("SmolLM2", 2048, 10, [policy("read-rate", "leat", "")], 2)
+    b.start("SmolLM2", 64, 10, [policy("read-rate", "leat", "")], 2)
     print(f"  kernels read {b.read_rate / 1e9:.1f} GB/s with one thread")
     for name, depth in cases:
         b.start(name, depth, None, [policy(form, form, "") for form in FORMS], 2)
