@@ -252,7 +252,7 @@ static void every_call(const char *name)
     fault_count(false);
     run_clean(&bench);
     n = fault_n_calls();
-    stride = stride_of(n, 8);
+    stride = stride_of(n, 5);
     (void)printf("%s: %u calls of OpenCL\n", name, n);
     for (uint32_t i = 1 + seed() % stride;; i += stride) {
         script_say("%s: call %u of OpenCL gives CL_OUT_OF_RESOURCES", name, i);
@@ -274,7 +274,7 @@ static void every_site(const char *name)
     n_sites = fault_n_sites();
     for (size_t i = 0; i < n_sites; i++)
         n += (uint32_t)fault_site_at(i)->n_codes;
-    stride = stride_of(n, 8);
+    stride = stride_of(n, 5);
     next = seed() % stride;
     (void)printf("%s: %zu places call OpenCL, %u cases\n", name, n_sites, n);
     for (size_t i = 0; i < n_sites; i++) {
@@ -302,7 +302,7 @@ static void every_allocation(const char *name)
     fault_count(false);
     run_clean(&bench);
     n = fault_n_allocations();
-    stride = stride_of(n, 40);
+    stride = stride_of(n, 16);
     (void)printf("%s: %u allocations\n", name, n);
     for (uint32_t i = 1 + seed() % stride;; i += stride) {
         script_say("%s: allocation %u", name, i);
@@ -339,7 +339,7 @@ static void every_event(const char *name)
 
     bench_open(&bench, name);
     for (size_t f = 0; f < N_ELEMENTS(functions); f++)
-        layer_faults(name, functions[f], "event=CL_OUT_OF_RESOURCES", 4);
+        layer_faults(name, functions[f], "event=CL_OUT_OF_RESOURCES", 2);
     bench_close(&bench, "every event");
 }
 

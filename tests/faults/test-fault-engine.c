@@ -320,8 +320,8 @@ static void calls(void)
     FaultLive none;
 
     open_engine(&none);
-    every_call(false, 8);
-    every_call(true, 8);
+    every_call(false, 6);
+    every_call(true, 6);
     every_event(6);
     close_engine(&none);
 }
@@ -331,8 +331,8 @@ static void allocations(void)
     FaultLive none;
 
     open_engine(&none);
-    every_allocation(false, 40);
-    every_allocation(true, 24);
+    every_allocation(false, 14);
+    every_allocation(true, 10);
     close_engine(&none);
 }
 
