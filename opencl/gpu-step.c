@@ -11,6 +11,8 @@
 
 /* How long commands are waited for when the device is closed or lost, before the driver's objects are abandoned. */
 #define SETTLE_USEC UINT64_C(10000000)
+/* How often a wait looks whether another command has failed. */
+#define LOOK_USEC UINT64_C(250000)
 
 uint64_t gpu_now_usec(void)
 {
@@ -101,8 +103,13 @@ int gpu_wait_until(Gpu *gpu, cl_event event, uint64_t deadline_usec)
         (void)gpu_signal_unref(gpu->signal);
         return r;
     }
-    if (signal_wait(gpu->signal, gpu->n_expected, deadline_usec))
-        return 0;
+    /* Not every implementation ends a command that waits for one that fails: the failure is looked for. */
+    for (uint64_t now_usec = gpu_now_usec(); now_usec < deadline_usec; now_usec = gpu_now_usec()) {
+        if (signal_wait(gpu->signal, gpu->n_expected, MIN(deadline_usec, now_usec + LOOK_USEC)))
+            return 0;
+        if (!gpu_is_lost(gpu) && gpu_sweep(gpu, NULL))
+            return error_origin(-EIO);
+    }
     gpu->hung = true;
     gpu_lose(gpu, "a command did not complete before its deadline");
     return error_origin(GPU_E_HUNG);
