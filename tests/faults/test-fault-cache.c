@@ -322,7 +322,7 @@ static void layer_faults(const char *name, const char *function, const char *act
     run_clean(&bench);
     n = (uint32_t)count_layer_calls(function);
     stride = stride_of(n, wanted);
-    for (uint32_t i = 1 + seed() % stride; i <= n; i += stride) {
+    for (uint32_t i = 1 + seed() % stride, k = 0; i <= n && (k < wanted || getenv("LEAT_SOAK")); i += stride, k++) {
         char fault[96];
 
         (void)snprintf(fault, sizeof(fault), "%s:%u:%s", function, i, action);
