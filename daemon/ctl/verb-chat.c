@@ -42,7 +42,7 @@ static int ctl_kept_read(const Ctl *ctl, json_t **messages)
         return CTL_EXIT_DONE;
     kept = json_load_file(ctl->keep, 0, &error);
     if (!kept)
-        return ctl_fail(CTL_EXIT_USAGE, "--keep %s: line %d: %s", ctl->keep, error.line, error.text);
+        return ctl_fail(CTL_EXIT_USAGE, "--keep %s: no conversation in JSON: line %d: %s", ctl->keep, error.line, error.text);
     if (!ctl_is_conversation(kept)) {
         json_decref(kept);
         return ctl_fail(CTL_EXIT_USAGE, "--keep %s: not a list of messages with role and content", ctl->keep);
