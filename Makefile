@@ -136,7 +136,7 @@ $(BUILD)/tests/bus/leatd-fake: $(BUILD)/daemon/main.o $(BUILD)/tests/bus/fake-en
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ $(LIBS)
 
-$(BUILD)/tests/bus/test-bus-protocol $(BUILD)/tests/bus/test-bus-policy $(BUILD)/tests/bus/test-bus-refusals: | $(BUILD)/tests/bus/leatd-fake
+$(BUILD)/tests/bus/test-bus-protocol $(BUILD)/tests/bus/test-bus-policy $(BUILD)/tests/bus/test-bus-refusals $(BUILD)/tests/bus/test-bus-texts: | $(BUILD)/tests/bus/leatd-fake
 $(BUILD)/tests/bus/test-bus-daemon $(BUILD)/tests/bus/test-bus-soak: | $(BUILD)/leatd
 
 .PHONY: tests

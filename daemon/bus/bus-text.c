@@ -3,6 +3,7 @@
 
 #include "daemon/bus/bus-text.h"
 #include "daemon/text/utf8.h"
+#include "quant/base/error.h"
 
 #include <string.h>
 
@@ -18,13 +19,14 @@ bool bus_text_is_valid(const char *text, size_t n, size_t *ret_offset)
 
 void bus_text_scrub(char *text)
 {
-    size_t n = strlen(text), offset;
+    text[utf8_clean(text, strlen(text), text)] = 0;
+}
 
-    while (!bus_text_is_valid(text, n, &offset)) {
-        text[offset] = '?';
-        text += offset + 1;
-        n -= offset + 1;
-    }
+int bus_text_append(sd_bus_message *m, const char *text)
+{
+    _cleanup_(freep) char *copy = utf8_clean_copy(text, text ? strlen(text) : 0);
+
+    return copy ? sd_bus_message_append_basic(m, 's', copy) : error_origin(-ENOMEM);
 }
 
 size_t bus_text_cut(const char *text, size_t n, size_t limit)

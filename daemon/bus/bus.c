@@ -131,15 +131,33 @@ static int bus_on_engine(sd_event_source *source, int fd, uint32_t events, void 
     return 0;
 }
 
+/* D-Bus lets texts pass that sd-bus does not read (bus-text.h): whoever sends one hears where, once for all methods. */
+static int bus_check_texts(sd_bus_message *m, sd_bus_error *error)
+{
+    unsigned argument = 0;
+    int r = 0;
+
+    while (r >= 0 && sd_bus_message_at_end(m, true) == 0) {
+        argument++;
+        r = sd_bus_message_skip(m, NULL);
+    }
+    if (r == -EBADMSG)
+        return bus_error_invalid(error, "argument %u: a text holds a noncharacter, such as U+FFFE, which the daemon's bus library does not read; "
+                                        "a prompt may come through the option prompt-fd", argument);
+    if (r >= 0)
+        r = sd_bus_message_rewind(m, true);
+    return r < 0 ? error_trace(r) : 0;
+}
+
 /* Every message counts as activity, also those that leave nothing behind. */
 static int bus_on_message(sd_bus_message *m, void *userdata, sd_bus_error *error)
 {
     Bus *bus = userdata;
 
-    (void)error;
-    if (sd_bus_message_is_method_call(m, NULL, NULL))
-        bus->idle_since_usec = bus_now_usec();
-    return 0;
+    if (!sd_bus_message_is_method_call(m, NULL, NULL))
+        return 0;
+    bus->idle_since_usec = bus_now_usec();
+    return bus_check_texts(m, error);
 }
 
 bool bus_is_idle(const Bus *bus, uint64_t *ret_idle_usec)

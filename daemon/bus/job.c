@@ -2,7 +2,7 @@
 /* Jobs: what the engine says of them goes to streams, replies and signals. */
 
 #include "daemon/bus/job.h"
-#include "daemon/bus/bus-text.h"
+#include "daemon/text/utf8.h"
 #include "daemon/bus/service.h"
 #include "daemon/bus/session.h"
 #include "daemon/bus/usage.h"
@@ -160,24 +160,18 @@ void bus_jobs_clear(Bus *bus)
 static int bus_job_append_answer(BusJob *job, sd_bus_message *reply, const EngineEvent *event)
 {
     UsageExtra extra = {.ids = job->want_ids ? job->ids : NULL, .n_ids = job->n_ids};
+    _cleanup_(freep) char *text = NULL;
     int r;
 
     if (event) {
         extra.sequences = event->sequences;
         extra.n_sequences = event->n_sequences;
     }
-    if (extra.n_sequences > 0) {
-        _cleanup_(freep) char *text = strdup(extra.sequences[0].text ? extra.sequences[0].text : "");
-
-        if (!text)
-            return error_origin(-ENOMEM);
-        bus_text_scrub(text);
-        r = sd_bus_message_append(reply, "s", text);
-    } else {
-        if (job->text && !bus_text_is_valid(job->text, job->n_text_bytes, NULL))
-            bus_text_scrub(job->text);
-        r = sd_bus_message_append(reply, "s", job->text ? job->text : "");
-    }
+    text = extra.n_sequences > 0 ? utf8_clean_copy(extra.sequences[0].text, extra.sequences[0].text_length)
+                                 : utf8_clean_copy(job->text, job->n_text_bytes);
+    if (!text)
+        return error_origin(-ENOMEM);
+    r = sd_bus_message_append(reply, "s", text);
     return r < 0 ? error_trace(r) : usage_append(reply, &job->usage, &extra);
 }
 
@@ -239,8 +233,11 @@ static void bus_job_finish(BusJob *job, EngineResult result, const ErrorDetail *
         bus_service_count(job->bus, job->service, result == ENGINE_RESULT_DONE);
     if (job->session)
         bus_session_job_finished(job->bus, job->session, &job->usage);
-    if (job->ask && (r = bus_job_reply_ask(job, result, detail, event)) < 0)
-        log_warning("job %" PRIu64 ": cannot answer: %s, ignoring", job->id, strerror(-r));
+    if (job->ask && (r = bus_job_reply_ask(job, result, detail, event)) < 0) { /* who waits must hear something */
+        log_warning("job %" PRIu64 ": cannot answer: %s", job->id, strerror(-r));
+        (void)sd_bus_reply_method_errorf(job->ask, bus_error_name(r == -ENOMEM ? ENGINE_RESULT_OUT_OF_MEMORY : ENGINE_RESULT_FAILED),
+                                         "the answer cannot be sent: %s", strerror(-r));
+    }
     job->ask = sd_bus_message_unref(job->ask);
     if (job->client && (r = bus_job_send_finished(job, result, error.message)) < 0)
         log_warning("job %" PRIu64 ": cannot send Finished: %s, ignoring", job->id, strerror(-r));

@@ -2,6 +2,7 @@
 /* JSON to a{sv}. */
 
 #include "daemon/bus/json-message.h"
+#include "daemon/bus/bus-text.h"
 
 #include <jansson.h>
 #include <stdint.h>
@@ -24,7 +25,7 @@ static int json_append_object(sd_bus_message *m, json_t *object, unsigned depth)
     json_object_foreach(object, key, value) {
         if (json_is_null(value))
             continue;
-        if ((r = sd_bus_message_open_container(m, 'e', "sv")) < 0 || (r = sd_bus_message_append(m, "s", key)) < 0 ||
+        if ((r = sd_bus_message_open_container(m, 'e', "sv")) < 0 || (r = bus_text_append(m, key)) < 0 ||
             (r = json_append_value(m, value, depth)) < 0 || (r = sd_bus_message_close_container(m)) < 0)
             return error_trace(r);
     }
@@ -60,7 +61,9 @@ static int json_append_value(sd_bus_message *m, json_t *value, unsigned depth)
     case JSON_REAL:
         return sd_bus_message_append(m, "v", "d", json_real_value(value));
     case JSON_STRING:
-        return sd_bus_message_append(m, "v", "s", json_string_value(value));
+        if ((r = sd_bus_message_open_container(m, 'v', "s")) < 0 || (r = bus_text_append(m, json_string_value(value))) < 0)
+            return error_trace(r);
+        return sd_bus_message_close_container(m);
     case JSON_TRUE:
     case JSON_FALSE:
         return sd_bus_message_append(m, "v", "b", (int)json_is_true(value));

@@ -85,14 +85,13 @@ static int bus_manager_reload(sd_bus_message *m, void *userdata, sd_bus_error *e
 
 static int bus_manager_append_message(sd_bus_message *reply, const ConfigMessage *message)
 {
-    _cleanup_(freep) char *file = strdup(message->file ? message->file : ""), *text = strdup(message->text ? message->text : "");
+    int r = sd_bus_message_open_container(reply, 'r', "suuss");
 
-    if (!file || !text)
-        return error_origin(-ENOMEM);
-    bus_text_scrub(file);
-    bus_text_scrub(text);
-    return sd_bus_message_append(reply, "(suuss)", file, message->line, message->column,
-                                 message->severity == CONFIG_ERROR ? "error" : "warning", text);
+    if (r < 0 || (r = bus_text_append(reply, message->file)) < 0 ||
+        (r = sd_bus_message_append(reply, "uus", message->line, message->column, message->severity == CONFIG_ERROR ? "error" : "warning")) < 0 ||
+        (r = bus_text_append(reply, message->text)) < 0)
+        return error_trace(r);
+    return sd_bus_message_close_container(reply);
 }
 
 static int bus_manager_check_config(sd_bus_message *m, void *userdata, sd_bus_error *error)

@@ -149,14 +149,14 @@ SERVICE_GETTER(description)
 {
     const ConfigService *config = bus_service_config(userdata);
 
-    return sd_bus_message_append(reply, "s", config && config->description ? config->description : "");
+    return bus_text_append(reply, config ? config->description : NULL);
 }
 
 SERVICE_GETTER(model)
 {
     const ConfigService *config = bus_service_config(userdata);
 
-    return sd_bus_message_append(reply, "s", config && config->model ? config->model : "");
+    return bus_text_append(reply, config ? config->model : NULL);
 }
 
 SERVICE_GETTER(state)
@@ -186,12 +186,12 @@ SERVICE_GETTER(failures)
 SERVICE_GETTER(source)
 {
     const ConfigService *config = bus_service_config(userdata);
-    _cleanup_(freep) char *file = strdup(config && config->source_file ? config->source_file : "");
+    int r = sd_bus_message_open_container(reply, 'r', "su");
 
-    if (!file)
-        return error_origin(-ENOMEM);
-    bus_text_scrub(file);
-    return sd_bus_message_append(reply, "(su)", file, config ? config->source_line : 0);
+    if (r < 0 || (r = bus_text_append(reply, config ? config->source_file : NULL)) < 0 ||
+        (r = sd_bus_message_append(reply, "u", config ? config->source_line : 0)) < 0)
+        return error_trace(r);
+    return sd_bus_message_close_container(reply);
 }
 
 SERVICE_GETTER(unit)
@@ -211,7 +211,11 @@ SERVICE_GETTER(inputs)
     for (size_t i = 0; r >= 0 && config && i < config->n_inputs; i++) {
         const ConfigInput *input = &config->inputs[i];
 
-        r = sd_bus_message_append(reply, "(sbts)", input->name, (int)input->required, input->max_bytes, input->default_value ? input->default_value : "");
+        if ((r = sd_bus_message_open_container(reply, 'r', "sbts")) < 0 || (r = bus_text_append(reply, input->name)) < 0 ||
+            (r = sd_bus_message_append(reply, "bt", (int)input->required, input->max_bytes)) < 0 ||
+            (r = bus_text_append(reply, input->default_value)) < 0)
+            break;
+        r = sd_bus_message_close_container(reply);
     }
     return r < 0 ? error_trace(r) : sd_bus_message_close_container(reply);
 }

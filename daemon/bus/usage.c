@@ -3,6 +3,7 @@
 
 #include "daemon/bus/usage.h"
 #include "daemon/bus/bus-text.h"
+#include "daemon/text/utf8.h"
 
 #include <assert.h>
 #include <math.h>
@@ -93,12 +94,11 @@ static int usage_append_ids(sd_bus_message *m, const int32_t *ids, size_t n_ids)
 
 static int usage_append_sequence(sd_bus_message *m, const EngineSequence *sequence)
 {
-    _cleanup_(freep) char *text = strdup(sequence->text ? sequence->text : "");
+    _cleanup_(freep) char *text = utf8_clean_copy(sequence->text, sequence->text_length);
     int r;
 
     if (!text)
         return error_origin(-ENOMEM);
-    bus_text_scrub(text);
     r = sd_bus_message_open_container(m, 'a', "{sv}");
     if (r >= 0)
         r = sd_bus_message_append(m, "{sv}{sv}{sv}{sv}{sv}", "prompt", "u", sequence->prompt, "text", "s", text, "score", "d",

@@ -72,6 +72,9 @@ int ctl_call(Ctl *ctl, sd_bus_message *call, int appended, sd_bus_message **ret_
     sd_bus_error error = SD_BUS_ERROR_NULL;
     int r = appended, code;
 
+    if (r == -EINVAL) /* of all that is appended, only texts can be wrong */
+        return ctl_fail(CTL_EXIT_USAGE, "%s: a text is not valid UTF-8 or holds a noncharacter, such as U+FFFE, which the bus does not take",
+                        sd_bus_message_get_member(call));
     if (r < 0)
         return ctl_fail(CTL_EXIT_FAILED, "%s: the call cannot be written: %s", sd_bus_message_get_member(call), strerror(-r));
     r = sd_bus_call(ctl->bus, call, ctl->timeout_usec, &error, ret_reply);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ask: one question. */
 
+#include "daemon/text/utf8.h"
 #include "daemon/ctl/ctl.h"
 
 #include <fcntl.h>
@@ -25,9 +26,12 @@ int ctl_open_session(Ctl *ctl, char **ret_path)
     return CTL_EXIT_DONE;
 }
 
+/* What a model has said may hold what the bus does not take: it goes back as it would have come over the bus. */
 static int ctl_append_message(sd_bus_message *call, const char *role, const char *content)
 {
-    return sd_bus_message_append(call, "a{sv}", 2, "role", "s", role, "content", "s", content);
+    _cleanup_(freep) char *text = utf8_clean_copy(content, strlen(content));
+
+    return text ? sd_bus_message_append(call, "a{sv}", 2, "role", "s", role, "content", "s", text) : -ENOMEM;
 }
 
 /* aa{sv}: the conversation so far, from a list of {"role", "content"}. */

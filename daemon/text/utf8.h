@@ -87,9 +87,24 @@ static inline size_t utf8_valid_prefix(const char *text, size_t n)
     return i;
 }
 
+/* What stands for a character that cannot be shown. */
+#define UTF8_REPLACEMENT 0xfffdU
+
+/* Code points that are for internal use and never get a character (Unicode, section 23.7). */
+static inline bool utf8_is_noncharacter(uint32_t c)
+{
+    return (c >= 0xfdd0 && c <= 0xfdef) || (c & 0xfffe) == 0xfffe;
+}
+
 /* White space as Unicode's property White_Space has it. */
 static inline bool utf8_is_space(uint32_t c)
 {
     return (c >= 0x09 && c <= 0x0d) || c == 0x20 || c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) ||
            c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
+
+/* @n bytes of @text to @ret, made fit for a bus: every byte that is not well-formed or is NUL becomes '?', every noncharacter U+FFFD.  Nothing
+ * becomes longer, and @ret may be @text.  Returns the length; writes no NUL at the end. */
+size_t utf8_clean(const char *text, size_t n, char *ret);
+/* The same as a string that the caller frees; @text may be NULL when @n is 0.  NULL: no memory. */
+char *utf8_clean_copy(const char *text, size_t n);

@@ -372,7 +372,7 @@ static void clients_at_once_hear_what_was_said_first_and_leave_nothing(void **st
     (void)snprintf(path, sizeof(path), "%s/spill", soak.harness->folder);
     assert_return_code(mkdir(path, 0700), errno);
     soak.bus = harness_connect(soak.harness, getuid());
-    assert_return_code(sd_bus_set_method_call_timeout(soak.bus, 3600 * SECOND), 0); /* the first questions compile, perhaps on a busy machine */
+    assert_return_code(sd_bus_set_method_call_timeout(soak.bus, 600 * SECOND), 0); /* the first questions compile, perhaps on a busy machine */
     soak.table_fd = memfd_create("table", MFD_CLOEXEC);
     assert_return_code(ftruncate(soak.table_fd, sizeof(*soak.table)), errno);
     soak.table = mmap(NULL, sizeof(*soak.table), PROT_READ | PROT_WRITE, MAP_SHARED, soak.table_fd, 0);

@@ -4,6 +4,7 @@
 #include "daemon/bus/bus-error.h"
 #include "daemon/bus/bus-private.h"
 #include "daemon/bus/bus-text.h"
+#include "daemon/text/utf8.h"
 #include "daemon/bus/id-table.h"
 #include "daemon/bus/ids.h"
 #include "daemon/bus/stream.h"
@@ -248,6 +249,7 @@ static void bytes_that_may_not_travel_are_found_and_replaced(void **state)
     } bad[] = {
         {"\xff", 1, 0}, {"ab\x80", 3, 2}, {"a\xc3", 2, 1}, {"\xed\xa0\x80", 3, 0}, {"x\xc0\x80", 3, 1}, {"\xf4\x90\x80\x80", 4, 0}, {"ab\0c", 4, 2},
     };
+    _cleanup_(freep) char *copy = NULL;
     char text[] = "ok \xff\xfe \xe2\x82\xac \xc3";
     size_t offset;
 
@@ -260,6 +262,8 @@ static void bytes_that_may_not_travel_are_found_and_replaced(void **state)
     }
     bus_text_scrub(text);
     assert_string_equal(text, "ok ?? \xe2\x82\xac ?");
+    copy = utf8_clean_copy("a\0b\xef\xb7\x90\xf0\x9f\xbf\xbe\xef\xbf\xbf\xef\xbf\xbd\xf0\x9f", 18);
+    assert_string_equal(copy, "a?b\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd??");
 }
 
 /* ---- errors ---------------------------------------------------------------------------------------------------------------------- */
