@@ -224,8 +224,10 @@ void gpu_settle(Gpu *gpu)
 
     if (gpu->hung)
         return;
+    /* Of a queue whose last command is known to have ended nothing is asked: a device lost since then holds nothing of ours. */
     for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
-        if (gpu->last[queue] && clFlush(gpu->queues[queue]) != CL_SUCCESS && clFlush(gpu->queues[queue]) != CL_SUCCESS)
+        if (gpu->last[queue] && !gpu->last[queue]->complete && clFlush(gpu->queues[queue]) != CL_SUCCESS &&
+            clFlush(gpu->queues[queue]) != CL_SUCCESS)
             gpu->hung = true;
     for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX && !gpu->hung; queue++)
         if (gpu->last[queue] && !gpu->last[queue]->complete)

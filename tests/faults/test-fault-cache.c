@@ -313,7 +313,18 @@ static void every_allocation(const char *name)
     bench_close(&bench, "every allocation");
 }
 
-/* Commands that are accepted and then fail; contexts that are lost. */
+static void layer_fault(const char *name, const char *function, uint32_t i, const char *action)
+{
+    char fault[96];
+
+    (void)snprintf(fault, sizeof(fault), "%s:%u:%s", function, i, action);
+    script_say("%s: %s", name, fault);
+    fault_count(false);
+    CHECK(set_layer_faults(fault) == CL_SUCCESS);
+    (void)run_case(&bench, true);
+}
+
+/* Commands that are accepted and then fail; contexts that are lost.  The last calls of a run are always among them: nothing comes after. */
 static void layer_faults(const char *name, const char *function, const char *action, uint32_t wanted)
 {
     uint32_t n, stride;
@@ -322,15 +333,9 @@ static void layer_faults(const char *name, const char *function, const char *act
     run_clean(&bench);
     n = (uint32_t)count_layer_calls(function);
     stride = stride_of(n, wanted);
-    for (uint32_t i = 1 + seed() % stride, k = 0; i <= n && (k < wanted || getenv("LEAT_SOAK")); i += stride, k++) {
-        char fault[96];
-
-        (void)snprintf(fault, sizeof(fault), "%s:%u:%s", function, i, action);
-        script_say("%s: %s", name, fault);
-        fault_count(false);
-        CHECK(set_layer_faults(fault) == CL_SUCCESS);
-        (void)run_case(&bench, true);
-    }
+    for (uint32_t i = 1 + seed() % stride, k = 0; i <= n && (k < wanted || getenv("LEAT_SOAK")); i += stride, k++)
+        layer_fault(name, function, i, action);
+    layer_fault(name, function, n, action);
 }
 
 static void every_event(const char *name)

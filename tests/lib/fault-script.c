@@ -436,6 +436,11 @@ void script_run(ScriptWorld *world, const ScriptShape *shape, ScriptTape *tape, 
         if (!ret->lost)
             check_success(&run, tape);
     }
+    /* What befell the device after the last operation is known now, not when the world is closed. */
+    if (!ret->lost && gpu_drain(world->gpu, shape->options.deadline_usec, &run.detail)) {
+        ret->n_failed++;
+        ret->lost = check_failure(&run, GPU_E_LOST, before, may_fail, ret);
+    }
     for (uint32_t a = 0; a < SCRIPT_CACHES; a++)
         run.caches[a] = kv_cache_free(run.caches[a]);
     tape->recorded = true;

@@ -199,6 +199,12 @@ static void sleep_msec(int64_t msec)
     while (msec < 0);
 }
 
+/* What is lost can still be given back. */
+static bool outlives_loss(unsigned function)
+{
+    return strncmp(sim_function_name(function), "clRelease", 9) == 0;
+}
+
 static cl_int apply(SimCall *call, const Fault *fault)
 {
     report_detail("%s #%llu: fault", sim_function_name(call->function), (unsigned long long)call->ordinal);
@@ -218,11 +224,11 @@ static cl_int apply(SimCall *call, const Fault *fault)
     case FAULT_LOST:
         atomic_store(&lost, fault->code);
         pacer_lose();
-        return fault->code;
+        return outlives_loss(call->function) ? CL_SUCCESS : fault->code;
     case FAULT_RESET:
         context_reset(fault->code);
         pacer_lose();
-        return fault->code;
+        return outlives_loss(call->function) ? CL_SUCCESS : fault->code;
     }
     return CL_SUCCESS;
 }
@@ -235,8 +241,7 @@ cl_int fault_enter(SimCall *call, unsigned function)
 
     *call = (SimCall){.function = function, .ordinal = atomic_fetch_add(&counts[function], 1) + 1};
     dead = fault_lost();
-    /* What is lost can still be given back. */
-    if (dead != CL_SUCCESS && strncmp(sim_function_name(function), "clRelease", 9) != 0)
+    if (dead != CL_SUCCESS && !outlives_loss(function))
         return dead;
     if (!atomic_load(&armed))
         return CL_SUCCESS;
