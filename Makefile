@@ -144,17 +144,23 @@ tests: $(UNIT_TESTS) $(PARITY_TESTS) $(FAULT_TESTS) $(BUS_TESTS) sim
 
 # The simulated small GPU (tests/sim/README.md): a layer for the OpenCL loader, of no use to the programs themselves.
 SIM         := $(BUILD)/tests/sim/libclsim.so
-sim_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/sim/*.c)))
-$(sim_objects): private OPT += -fPIC -fvisibility=hidden
+AWAKE       := $(BUILD)/tests/sim/libawake.so
+awake_object := $(BUILD)/tests/sim/awake.o
+sim_objects := $(filter-out $(awake_object),$(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/sim/*.c))))
+$(sim_objects) $(awake_object): private OPT += -fPIC -fvisibility=hidden
 
 $(SIM): $(sim_objects)
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -shared -Wl,-soname,libclsim.so -o $@ $^ -ldl -lm -lpthread
 
-.PHONY: sim
-sim: $(SIM)
+$(AWAKE): $(awake_object)
+	$(call say,LINK,$@)
+	$(Q)$(CC) $(ALL_LDFLAGS) -shared -Wl,-soname,libawake.so -o $@ $^ -ldl -lpthread
 
-$(filter $(BUILD)/tests/parity/test-sim-%,$(PARITY_TESTS)) $(FAULT_TESTS): | $(SIM)
+.PHONY: sim
+sim: $(SIM) $(AWAKE)
+
+$(filter $(BUILD)/tests/parity/test-sim-%,$(PARITY_TESTS)) $(FAULT_TESTS): | $(SIM) $(AWAKE)
 
 # Fault tests: what leat's own objects call of OpenCL, and what gives them memory, passes through tests/lib/fault-*.c.
 FAULT_CALLS := clGetPlatformIDs clGetPlatformInfo clGetDeviceIDs clGetDeviceInfo clCreateContext clReleaseContext \

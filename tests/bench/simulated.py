@@ -227,7 +227,8 @@ class Bench:
         os.makedirs(trace, exist_ok=True)
         if ratio:
             environment.update(OPENCL_LAYERS=os.path.join(self.build, "tests/sim/libclsim.so"), POCL_MAX_PTHREAD_COUNT="1", POCL_AFFINITY="1",
-                               CLSIM_UNIFIED="0", CLSIM_LINK_RATIO=str(ratio), CLSIM_LATENCY_USEC="10")
+                               CLSIM_UNIFIED="0", CLSIM_LINK_RATIO=str(ratio), CLSIM_LATENCY_USEC="10",
+                               LD_PRELOAD=os.path.join(self.build, "tests/sim/libawake.so"))
             if self.read_rate:
                 environment["CLSIM_READ_RATE"] = str(self.read_rate)
         programs = os.path.join(self.work, "simulated" if ratio else "programs")

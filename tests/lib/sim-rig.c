@@ -42,7 +42,7 @@ bool sim_rig_is_scenario(int argc, char **argv, const SimScenario *scenarios, si
 
 static void set_environment(const char *settings)
 {
-    char self[4096], layer[4200], words[4096], *rest = words;
+    char self[4096], layer[4200], awake[4200], words[4096], *rest = words;
     ssize_t n = readlink("/proc/self/exe", self, sizeof(self) - 1);
 
     if (n < 0)
@@ -50,6 +50,7 @@ static void set_environment(const char *settings)
     self[n] = '\0';
     *strrchr(self, '/') = '\0';
     (void)snprintf(layer, sizeof(layer), "%s/../sim/libclsim.so", self);
+    (void)snprintf(awake, sizeof(awake), "%s/../sim/libawake.so", self);
     (void)setenv("OPENCL_LAYERS", layer, 1);
     /* Kernels get one worker, the copies a thread of their own. */
     (void)setenv("POCL_MAX_PTHREAD_COUNT", "1", 1);
@@ -61,7 +62,7 @@ static void set_environment(const char *settings)
             continue;
         *value++ = '\0';
         if (strcmp(word, "LD_PRELOAD") == 0)
-            value = layer;
+            value = strcmp(value, "awake") == 0 ? awake : layer;
         (void)setenv(word, value, 1);
     }
 }

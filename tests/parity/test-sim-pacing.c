@@ -13,6 +13,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -361,6 +362,35 @@ static void queues_wait_for_each_other(void)
     sim_world_close(&world);
 }
 
+/* A kernel that waits for a copy begins at once; the worker that looks for it falls asleep when nothing comes. */
+static void wakes_at_once(void)
+{
+    double best = 1, used;
+    cl_event written, added;
+    SimWorld world;
+    cl_mem buffer;
+
+    sim_world_open(&world);
+    buffer = sim_world_buffer(&world, N_BYTES);
+    for (unsigned i = 0; i < N_TRIES; i++) {
+        double gap;
+
+        written = copy(&world, world.b, buffer, false, 0, NULL);
+        CHECK(sim_world_add(&world, world.a, buffer, 1, 1, 1, &written, &added) == CL_SUCCESS);
+        CHECK(clFinish(world.a) == CL_SUCCESS);
+        gap = sim_event_time(added, CL_PROFILING_COMMAND_START) - sim_event_time(written, CL_PROFILING_COMMAND_END);
+        best = best < gap ? best : gap;
+        CHECK(clReleaseEvent(written) == CL_SUCCESS && clReleaseEvent(added) == CL_SUCCESS);
+    }
+    CHECK(best < 100e-6);
+    (void)usleep(200000);
+    used = (double)clock() / CLOCKS_PER_SEC;
+    (void)usleep(200000);
+    CHECK((double)clock() / CLOCKS_PER_SEC - used < 0.1);
+    CHECK(clReleaseMemObject(buffer) == CL_SUCCESS);
+    sim_world_close(&world);
+}
+
 /* The rate of the link is the measured rate of the kernels divided by the ratio. */
 static void measures_its_kernels(void)
 {
@@ -387,12 +417,14 @@ static const SimScenario scenarios[] = {
     {"one_queue_keeps_its_order", one_queue_keeps_its_order},
     {"tells_its_state", tells_its_state},
     {"queues_wait_for_each_other", queues_wait_for_each_other},
+    {"wakes_at_once", wakes_at_once},
     {"measures_its_kernels", measures_its_kernels},
 };
 
 /* ---- tests --------------------------------------------------------------------------------------------------------- */
 
-#define LINK "CLSIM_LINK_RATE=100M CLSIM_CHECK=all CLSIM_MISUSE=99"
+#define LINK  "CLSIM_LINK_RATE=100M CLSIM_CHECK=all CLSIM_MISUSE=99"
+#define AWAKE " LD_PRELOAD=awake POCL_AFFINITY=1"
 
 static void sim_copies_keep_to_the_rate(void **state)
 {
@@ -447,6 +479,14 @@ static void sim_queues_wait_for_each_other(void **state)
     sim_rig_run_well("queues_wait_for_each_other", "CLSIM_POISON=1"); /* as fast as memory is */
 }
 
+static void sim_workers_stay_awake_for_a_while(void **state)
+{
+    (void)state;
+    sim_rig_run_well("wakes_at_once", LINK AWAKE);
+    sim_rig_run_well("queues_wait_for_each_other", "CLSIM_POISON=1" AWAKE);
+    sim_rig_run_well("one_queue_keeps_its_order", LINK AWAKE);
+}
+
 static void sim_the_rate_follows_from_the_ratio(void **state)
 {
     (void)state;
@@ -465,6 +505,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(sim_a_queue_keeps_its_order),
         cmocka_unit_test(sim_a_copy_tells_its_state),
         cmocka_unit_test(sim_queues_wait_for_each_other),
+        cmocka_unit_test(sim_workers_stay_awake_for_a_while),
         cmocka_unit_test(sim_the_rate_follows_from_the_ratio),
     };
 

@@ -3,6 +3,7 @@
 
 #include "tests/sim/sim.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -55,6 +56,18 @@ __attribute__((visibility("default"))) CL_API_ENTRY cl_int CL_API_CALL clGetLaye
     return CL_INVALID_VALUE;
 }
 
+static int last_processor(void)
+{
+    cpu_set_t allowed;
+
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0)
+        return -1;
+    for (int i = CPU_SETSIZE; i-- > 0;)
+        if (CPU_ISSET((size_t)i, &allowed))
+            return i;
+    return -1;
+}
+
 static void hook_all(void)
 {
     context_hook();
@@ -90,6 +103,7 @@ __attribute__((visibility("default"))) CL_API_ENTRY cl_int CL_API_CALL clInitLay
     sim.table = sim.next;
     hook_all();
     sim.owner = getpid();
+    sim.copy_processor = last_processor();
     sim.ready = true;
     *ret_n = SIM_MIN(n, (cl_uint)SIM_N_FUNCTIONS);
     *ret = &sim.table;

@@ -17,7 +17,8 @@
 #define PIECE_NSEC      100000        /* about this much is moved at once … */
 #define PIECE_LEAST     (32u << 10)
 #define PIECE_MOST      (1u << 20)    /* … so that memory is looked after often */
-#define SPIN_NSEC       30000u        /* the end of a sleep, which the system makes late, is waited for awake */
+#define SPIN_NSEC       100000u       /* the end of a copy is waited for awake, for a virtual machine ends a sleep 50 us late … */
+#define SPIN_SHARE      3             /* … but no more than a third of the time: others need the processor */
 #define CATCH_UP_NSEC   1000000u      /* how far an engine may lag behind its reckoned time */
 
 /* ---- jobs ---------------------------------------------------------------------------------------------------------- */
@@ -113,21 +114,26 @@ static bool lane_wait_until(SimLane *lane, uint64_t nsec)
 
 static void sleep_until(uint64_t nsec)
 {
-    uint64_t now = sim_now_nsec(CLOCK_MONOTONIC);
+    struct timespec until = {.tv_sec = (time_t)(nsec / 1000000000), .tv_nsec = (long)(nsec % 1000000000)};
 
-    if (nsec > now + SPIN_NSEC) {
-        uint64_t wake = nsec - SPIN_NSEC;
-        struct timespec until = {.tv_sec = (time_t)(wake / 1000000000), .tv_nsec = (long)(wake % 1000000000)};
-
+    if (nsec > sim_now_nsec(CLOCK_MONOTONIC))
         while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR)
             continue;
-    }
+}
+
+/* What others see is to be on time. */
+static void wait_until(SimLane *lane, uint64_t nsec)
+{
+    uint64_t spin = SIM_MIN(SPIN_NSEC, nsec > lane->awake_until_nsec ? (nsec - lane->awake_until_nsec) / SPIN_SHARE : 0);
+
+    sleep_until(nsec - spin);
     while (sim_now_nsec(CLOCK_MONOTONIC) < nsec)
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #else
         continue;
 #endif
+    lane->awake_until_nsec = sim_now_nsec(CLOCK_MONOTONIC);
 }
 
 /* A stalled command: until its time is over, the device is lost, or the program ends. */
@@ -226,9 +232,11 @@ static cl_int copy_paced(SimLane *lane, double rate, const SimJob *job, uint64_t
         done += n;
         if (status == CL_SUCCESS)
             (void)job_is_lost(job, &status);
-        if (rate > 0 && status == CL_SUCCESS)
+        if (rate > 0 && status == CL_SUCCESS && done < bytes)
             sleep_until(start + (uint64_t)((double)done / rate * 1e9));
     }
+    if (rate > 0 && status == CL_SUCCESS)
+        wait_until(lane, start + (uint64_t)((double)done / rate * 1e9));
     lane->busy_until_nsec = start + (rate > 0 ? (uint64_t)((double)done / rate * 1e9) : 0);
     return status;
 }
@@ -268,7 +276,7 @@ static void job_run(SimLane *lane, SimJob *job)
         uint64_t latency = job->lane == SIM_LANE_DEVICE ? 0 : sim.config.latency_nsec;
         uint64_t start = SIM_MAX(event->submit_nsec + latency, lane->busy_until_nsec), now;
 
-        sleep_until(start);
+        wait_until(lane, start);
         now = sim_now_nsec(CLOCK_MONOTONIC);
         /* What the thread was late by is made up for, within limits. */
         start = now - start > CATCH_UP_NSEC ? now - CATCH_UP_NSEC : start;
@@ -288,22 +296,18 @@ static void job_run(SimLane *lane, SimJob *job)
 static void take_processor(void)
 {
     struct sched_param first;
-    cpu_set_t allowed, last;
+    cpu_set_t last;
     int policy;
 
     if (pthread_getschedparam(pthread_self(), &policy, &first) == 0) {
         first.sched_priority++; /* than the program itself */
         (void)pthread_setschedparam(pthread_self(), SCHED_RR, &first);
     }
-    if (pthread_getaffinity_np(pthread_self(), sizeof(allowed), &allowed) != 0)
+    if (sim.copy_processor < 0)
         return;
-    for (int i = CPU_SETSIZE; i-- > 0;)
-        if (CPU_ISSET(i, &allowed)) {
-            CPU_ZERO(&last);
-            CPU_SET(i, &last);
-            (void)pthread_setaffinity_np(pthread_self(), sizeof(last), &last);
-            return;
-        }
+    CPU_ZERO(&last);
+    CPU_SET((size_t)sim.copy_processor, &last);
+    (void)pthread_setaffinity_np(pthread_self(), sizeof(last), &last);
 }
 
 static void *lane_run(void *userdata)

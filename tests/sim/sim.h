@@ -19,6 +19,7 @@
  *   arguments.c  what is known of the arguments of kernels
  *   kernel.c     programs, kernels, arguments, launches;  enqueue.c every other command
  *   host.c       memory of the host that copies use; free() and munmap() when preloaded
+ *   awake.c      a library of its own: workers of the driver that poll before they sleep
  *   pass.c       everything that only passes through;  extension.c  entry points by name
  *
  * Handles are the driver's own.  A paced command is seen by the program as a user event of the driver, so every other command, queue and
@@ -239,6 +240,7 @@ typedef struct SimLane {
     SimJob *first, *last;
     double rate;            /* bytes a second; 0: not limited */
     uint64_t busy_until_nsec;
+    uint64_t awake_until_nsec; /* the last time that it waited for without sleeping */
 } SimLane;
 
 typedef struct SimDevice SimDevice;
@@ -498,6 +500,7 @@ typedef struct Sim {
     SimAccesses host;
     atomic_size_t n_host; /* of what is in @host, for a quick look in free() */
     pid_t owner;
+    int copy_processor;    /* the last that the program may use; < 0: not known */
     bool ready;
 } Sim;
 
