@@ -198,19 +198,19 @@ static int cut_gated(const Choice *choice, const Product *product, uint32_t bloc
     return 0;
 }
 
-/* Tiles from @first_tile on of matrices whose results lie side by side; one matrix a part. */
-static int cut_rows(const Choice *choice, const Product *product, uint32_t block, uint32_t first_tile)
+/* Tiles [begin, end) of each of matrices whose results lie side by side; one matrix a part. */
+static int cut_rows(const Choice *choice, const Product *product, uint32_t block, uint32_t begin, uint32_t end)
 {
     uint32_t y_first = 0;
 
     for (uint32_t i = 0; i < product->n_matrices; i++) {
         const WeightsMatrix *matrix = product->matrices[i];
-        uint32_t at_once = tiles_at_once(choice, aligned(matrix->tile_bytes), matrix), n;
+        uint32_t at_once = tiles_at_once(choice, aligned(matrix->tile_bytes), matrix), last = MIN(end, n_tiles(matrix)), n;
         PlacementPiece *piece;
         int r = 0;
 
-        for (uint32_t first = first_tile; first < n_tiles(matrix); first += n) {
-            n = MIN(at_once, n_tiles(matrix) - first);
+        for (uint32_t first = begin; first < last; first += n) {
+            n = MIN(at_once, last - first);
             r = add_part(choice->placement, block, true);
             if (!r)
                 r = add_piece(choice->placement, product, y_first + first * WEIGHT_TILE_ROWS, &piece);
@@ -238,7 +238,8 @@ static int cut_span(const Choice *choice, uint32_t span)
 
         if (bytes > choice->part_bytes) {
             open = false;
-            r = products[i].use == PLACEMENT_GATED ? cut_gated(choice, &products[i], block) : cut_rows(choice, &products[i], block, 0);
+            r = products[i].use == PLACEMENT_GATED ? cut_gated(choice, &products[i], block)
+                                                   : cut_rows(choice, &products[i], block, 0, UINT32_MAX);
             continue;
         }
         if (!open || placement->parts[placement->n_parts - 1].bytes + bytes > choice->part_bytes)
@@ -261,25 +262,44 @@ static int whole_span(const Choice *choice, uint32_t span)
     return r;
 }
 
+/* Tiles [first, end) of the head that stay, as one part. */
+static int add_head_rows(const Choice *choice, const Product *head, uint64_t first, uint64_t end)
+{
+    PlacementPiece *piece;
+    int r = add_part(choice->placement, head->matrices[0]->block, false);
+
+    if (!r)
+        r = add_piece(choice->placement, head, (uint32_t)first * WEIGHT_TILE_ROWS, &piece);
+    if (!r)
+        add_slice(choice->placement, piece, head->matrices[0], (uint32_t)first, (uint32_t)(end - first));
+    return r;
+}
+
+/* Tiles that stay and tiles that stream take turns, so that what stays gives copies time here as well. */
 static int cut_head(const Choice *choice)
 {
     const WeightsMatrix *output = &choice->weights->output;
+    PlacementKind kind = choice->placement->kinds[output->block];
+    uint64_t all = n_tiles(output), stay = choice->placement->head_rows / WEIGHT_TILE_ROWS, at_once, n_streamed, n_turns, turn = 0;
     Product head = head_product(choice->weights);
-    Placement *placement = choice->placement;
-    bool streamed = placement->kinds[output->block] == PLACEMENT_STREAMED || placement->kinds[output->block] == PLACEMENT_ROWS;
-    uint32_t whole_tiles = streamed ? placement->head_rows / WEIGHT_TILE_ROWS : n_tiles(output);
-    PlacementPiece *piece;
     int r = 0;
 
-    if (whole_tiles > 0) {
-        r = add_part(placement, output->block, false);
+    if (kind != PLACEMENT_STREAMED && kind != PLACEMENT_ROWS)
+        return add_head_rows(choice, &head, 0, all);
+    at_once = tiles_at_once(choice, aligned(output->tile_bytes), output);
+    n_streamed = (all - stay + at_once - 1) / at_once;
+    n_turns = MIN(stay, n_streamed);
+    n_turns = MIN(n_turns, 4 * stay / at_once + 1); /* a quarter of a part is worth a launch */
+    for (uint64_t i = 0; i < n_streamed && !r; i++) {
+        uint64_t first = stay + i * at_once;
+
+        if (turn < n_turns && turn * n_streamed <= i * n_turns) {
+            r = add_head_rows(choice, &head, stay * turn / n_turns, stay * (turn + 1) / n_turns);
+            turn++;
+        }
         if (!r)
-            r = add_piece(placement, &head, 0, &piece);
-        if (!r)
-            add_slice(placement, piece, output, 0, whole_tiles);
+            r = cut_rows(choice, &head, output->block, (uint32_t)first, (uint32_t)MIN(first + at_once, all));
     }
-    if (!r && streamed)
-        r = cut_rows(choice, &head, output->block, whole_tiles);
     return r;
 }
 
@@ -369,6 +389,28 @@ static uint64_t choose_head(const Choice *choice, uint64_t room)
     return tiles * output->tile_bytes;
 }
 
+/* The head's share of what stays, by bytes: with all of it streamed its copies would be in a row, without anything else to do meanwhile. */
+static uint64_t head_share(const Choice *choice, uint64_t room)
+{
+    const Weights *weights = choice->weights;
+    const WeightsMatrix *output = &weights->output;
+    uint64_t pass = weights->blocks[output->block].bytes;
+
+    if (elsewhere(choice, output->block) == PLACEMENT_IN_PLACE)
+        return 0;
+    for (uint32_t s = 0; s < weights_n_spans(weights); s++)
+        pass += weights->blocks[WEIGHTS_BLOCK_SPANS + s].bytes;
+    return MIN(room / (pass / n_tiles(output)), (uint64_t)n_tiles(output)) * output->tile_bytes;
+}
+
+/* Spans and head in @room. */
+static void choose_passes(const Choice *choice, uint64_t room)
+{
+    uint64_t spans = choose_spans(choice, room - MIN(room, head_share(choice, room)));
+
+    (void)choose_head(choice, room - spans);
+}
+
 static uint64_t largest_streamed_part(const Placement *placement, uint32_t *ret_n)
 {
     uint64_t bytes = 0;
@@ -386,15 +428,14 @@ static uint64_t largest_streamed_part(const Placement *placement, uint32_t *ret_
 static int try(Choice *choice, bool *ret_fits)
 {
     Placement *placement = choice->placement;
-    uint64_t ring = choice->n_slots * choice->part_bytes, spans;
+    uint64_t ring = choice->n_slots * choice->part_bytes;
     uint32_t n_streamed;
     int r;
 
     *ret_fits = ring <= choice->available;
     if (!*ret_fits)
         return 0;
-    spans = choose_spans(choice, choice->available - ring);
-    (void)choose_head(choice, choice->available - ring - spans);
+    choose_passes(choice, choice->available - ring);
     r = make_parts(choice);
     if (r)
         return r;
@@ -433,14 +474,12 @@ static int try_all(Choice *choice, bool *ret_fits)
 /* What is read in place needs no ring; nor does an embedding of which only rows are brought. */
 static int try_without_ring(Choice *choice, bool *ret_fits)
 {
-    uint64_t spans;
     uint32_t n_streamed;
     int r;
 
     choice->n_slots = 0;
     choice->part_bytes = PLACEMENT_PART_BYTES;
-    spans = choose_spans(choice, choice->available);
-    (void)choose_head(choice, choice->available - spans);
+    choose_passes(choice, choice->available);
     r = make_parts(choice);
     *ret_fits = !r && largest_streamed_part(choice->placement, &n_streamed) == 0;
     return r;

@@ -8,10 +8,11 @@
  *   streamed        in *parts* through a ring of staging buffers (weights-device.h)
  *   rows            an embedding that is not on the device: rows of the pass's tokens are brought by the tile
  *
- * When not all fits: a separate embedding gives way first, because a token needs one tile of it.  Then spans, evenly spread, so that
- * what stays gives copies time; what is left over holds the first rows of the head.  A part is one launch's work: whole products of a
- * span, or some rows of one, at most PLACEMENT_PART_BYTES, so that on a device whose memory is the host's the second read of a staged
- * part comes from its last cache level, and a slot costs little.  With a small budget parts are smaller, with slots at most half of it.
+ * When not all fits: a separate embedding gives way first, because a token needs one tile of it.  Of spans and head the same share stays:
+ * spans evenly spread, and the first rows of the head by turns with those that stream, so that what stays gives copies time everywhere.
+ * A part is one launch's work: whole products of a span, or some rows of one, at most PLACEMENT_PART_BYTES, so that on a device whose
+ * memory is the host's the second read of a staged part comes from its last cache level, and a slot costs little.  With a small budget
+ * parts are smaller, with slots at most half of it.
  */
 
 #include "daemon/model/weights.h"

@@ -216,17 +216,29 @@ typedef struct Stretch {
     uint64_t from, to, bytes; /* in the block, in the slot */
 } Stretch;
 
+/* The copy queue of a part. */
+static GpuQueue queue_of(const WeightsDevice *device, uint64_t number)
+{
+    return gpu_info(device->gpu)->unified_memory && (device->head + number) % 2 > 0 ? GPU_QUEUE_DOWNLOAD : GPU_QUEUE_UPLOAD;
+}
+
 /* In pieces of at most @most bytes; the last one's event is the slot's. */
 static int copy_stretch(WeightsDevice *device, WeightsSlot *slot, const uint8_t *block, Stretch stretch, uint64_t most)
 {
-    const GpuWait wait = {&slot->read, 1};
+    GpuQueue queue = queue_of(device, device->n_queued);
     int r = 0;
 
     for (uint64_t done = 0, n; done < stretch.bytes && !r; done += n) {
+        /* What was fetched and then not wanted came by the other queue, maybe. */
+        GpuEvent *before[] = {slot->read, slot->filled}, *event = NULL;
+
         n = MIN(most, stretch.bytes - done);
-        slot->filled = gpu_event_unref(slot->filled);
-        r = gpu_upload(device->gpu, GPU_QUEUE_UPLOAD, slot->buffer, stretch.to + done, block + stretch.from + done, n, wait, "weights part",
-                       &slot->filled);
+        r = gpu_upload(device->gpu, queue, slot->buffer, stretch.to + done, block + stretch.from + done, n,
+                       (GpuWait){before, N_ELEMENTS(before)}, "weights part", &event);
+        if (!r) {
+            (void)gpu_event_unref(slot->filled);
+            slot->filled = event;
+        }
     }
     return error_trace(r);
 }
@@ -265,12 +277,13 @@ static int fill(WeightsDevice *device, WeightsSlot *slot, uint32_t index, uint64
 /* Queues the copies of parts before number @end of this pass. */
 static int queue_until(WeightsDevice *device, uint64_t end)
 {
+    int r;
+
     if (device->n_queued >= end)
         return 0;
     for (; device->n_queued < end; device->n_queued++) {
         WeightsSlot *slot = slot_of(device, device->n_queued);
         uint32_t part = part_of(device, device->n_queued);
-        int r;
 
         if (slot->part == part)
             continue;
@@ -278,7 +291,8 @@ static int queue_until(WeightsDevice *device, uint64_t end)
         if (r)
             return error_trace(r);
     }
-    return gpu_flush(device->gpu, GPU_QUEUE_UPLOAD);
+    r = gpu_flush(device->gpu, GPU_QUEUE_UPLOAD);
+    return r ? r : gpu_flush(device->gpu, GPU_QUEUE_DOWNLOAD);
 }
 
 /* As far ahead as the ring is long. */

@@ -13,6 +13,9 @@
  * The copy comes after launch g + 1, which the host queues long before the device is there, because PoCL begins what was queued last first
  * among commands that become ready at once, and both its workers turn to a kernel that has begun: with the copy queued before, copies and
  * kernels took turns (2 slots, 71 MB a token: 12.3 ms instead of 9.2).
+ *
+ * Where the device's memory is the host's the processors that compute make the copies too, each one alone: there parts travel by the upload
+ * and the download queue in turn, so that a processor without work can begin the next copy while another still makes the last one.
  */
 
 #include "daemon/model/placement.h"

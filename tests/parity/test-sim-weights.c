@@ -10,9 +10,8 @@
 #include "tests/sim/clsim.h"
 
 /* CLSIM_PART=1: pages of a cache at home on the device are written beside those that a kernel reads. */
-#define DEVICE                                                                                                                          \
-    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=4G CLSIM_POISON=1 CLSIM_PART=1 "  \
-    "CLSIM_CHECK=all CLSIM_MISUSE=71 "
+#define CHECKS "CLSIM_MAX_ALLOCATION=8M CLSIM_PART=1 CLSIM_CHECK=all CLSIM_MISUSE=71 "
+#define DEVICE "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_READ_RATE=8G CLSIM_LINK_RATE=4G CLSIM_POISON=1 " CHECKS
 
 enum { N_VOCAB = 320, N_PROMPT = 40, N_STEPS = 10 };
 
@@ -41,6 +40,7 @@ static void run(Gpu *gpu, const char *path, ModelWeights weights, KvStrategy str
     KvStore *store;
 
     policy.tile_blocks = 1;
+    policy.transfer = weights.transfer;
     store = rig_new_store(model, &policy);
     rig_random_ids(21, N_VOCAB, ids, N_PROMPT + N_STEPS);
     rig_run(model, store, ids, N_PROMPT, 48, 1, ret_logits);
@@ -49,31 +49,50 @@ static void run(Gpu *gpu, const char *path, ModelWeights weights, KvStrategy str
     model_free(model);
 }
 
-static void stream(void)
+static void stream_from(bool unified)
 {
     static const char *const names[] = {"tiny-llama-tied.gguf", "tiny-llama-mixed.gguf"};
-    static const uint32_t slots[] = {1, 3};
+    static const uint32_t slots[] = {1, 2, 3, 8};
     static float expected[(1 + N_STEPS) * N_VOCAB], logits[(1 + N_STEPS) * N_VOCAB];
     Gpu *gpu = rig_open_gpu();
 
-    CHECK(!gpu_info(gpu)->unified_memory);
+    CHECK(gpu_info(gpu)->unified_memory == unified);
     for (size_t f = 0; f < 2; f++) {
         char path[4096];
 
         rig_path(names[f], path, sizeof(path));
         run(gpu, path, (ModelWeights){0}, KV_STRATEGY_OFFLOADED_QUANTIZED, expected);
         for (size_t s = 0; s < N_ELEMENTS(slots); s++) {
-            run(gpu, path, (ModelWeights){.budget_bytes = 50000, .n_slots = slots[s]}, KV_STRATEGY_OFFLOADED_QUANTIZED, logits);
+            ModelWeights weights = {.budget_bytes = 50000, .n_slots = slots[s], .transfer = KV_TRANSFER_COPY};
+
+            run(gpu, path, weights, KV_STRATEGY_OFFLOADED_QUANTIZED, logits);
             CHECK(memcmp(expected, logits, sizeof(expected)) == 0);
         }
     }
     gpu_free(gpu);
 }
 
+static void stream(void)
+{
+    stream_from(false);
+}
+
 static void streamed_weights_race_with_nothing(void **state)
 {
     (void)state;
     sim_rig_run_well("stream", DEVICE "CLSIM_MEMORY=32M");
+}
+
+/* Copied although the device reads the same memory: by two queues. */
+static void share(void)
+{
+    stream_from(true);
+}
+
+static void weights_that_travel_by_two_queues_race_with_nothing(void **state)
+{
+    (void)state;
+    sim_rig_run_well("share", "CLSIM_UNIFIED=1 " CHECKS "CLSIM_MEMORY=32M");
 }
 
 /* ---- refusals --------------------------------------------------------------------------------------------------------------- */
@@ -195,9 +214,10 @@ static void what_gives_way_gives_more_when_the_device_refuses_the_rest(void **st
 
 int main(int argc, char **argv)
 {
-    static const SimScenario scenarios[] = {{"stream", stream}, {"refuse", refuse}, {"give-way", give_way}};
+    static const SimScenario scenarios[] = {{"stream", stream}, {"share", share}, {"refuse", refuse}, {"give-way", give_way}};
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(streamed_weights_race_with_nothing),
+        cmocka_unit_test(weights_that_travel_by_two_queues_race_with_nothing),
         cmocka_unit_test(a_refused_buffer_costs_a_step_of_the_ladder_not_the_answer),
         cmocka_unit_test(what_gives_way_gives_more_when_the_device_refuses_the_rest),
     };

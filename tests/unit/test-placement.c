@@ -195,6 +195,64 @@ static void more_budget_never_streams_more_by_much(void **state)
     }
 }
 
+/* Streamed parts of the head in a row, at most; parts of it that stay. */
+static uint32_t longest_run(const Placement *placement, uint32_t first, uint32_t *ret_n_stay, uint32_t *ret_n_streamed)
+{
+    uint32_t run = 0, longest = 0;
+
+    *ret_n_stay = *ret_n_streamed = 0;
+    for (uint32_t p = first; p < placement->n_parts; p++) {
+        run = placement->parts[p].streamed ? run + 1 : 0;
+        longest = MAX(longest, run);
+        *ret_n_stay += !placement->parts[p].streamed;
+        *ret_n_streamed += placement->parts[p].streamed;
+    }
+    return longest;
+}
+
+static void spans_and_head_keep_the_same_share_and_what_stays_is_spread(void **state)
+{
+    uint32_t n_checked = 0;
+
+    (void)state;
+    for (size_t f = 0; f < N_ELEMENTS(fixtures); f++) {
+        _cleanup_(model_file_freep) ModelFile *file = open_fixture(fixtures[f]);
+        const Weights *weights = &file->weights;
+        uint32_t n_spans = weights_n_spans(weights), n_stay, n_streamed;
+        uint64_t all = weights_total_bytes(weights), head = weights->blocks[weights->output.block].bytes;
+
+        for (uint64_t percent = 20; percent < 100; percent++) {
+            PlacementLimits limits = limits_of(all * percent / 100);
+            uint64_t spans = 0, largest = 0, stay = 0, head_stay;
+            Placement placement = PLACEMENT_NULL;
+
+            limits.n_slots = 8; /* small parts, so that the head has many */
+            assert_int_equal(placement_make(weights, &limits, &placement, NULL), 0);
+            for (uint32_t s = 0; s < n_spans; s++) {
+                uint64_t bytes = weights->blocks[WEIGHTS_BLOCK_SPANS + s].bytes;
+
+                spans += bytes;
+                largest = MAX(largest, bytes);
+                stay += placement.kinds[WEIGHTS_BLOCK_SPANS + s] == PLACEMENT_DEVICE ? bytes : 0;
+            }
+            head_stay = placement.head_rows / WEIGHT_TILE_ROWS * weights->output.tile_bytes;
+            if (placement.kinds[weights->output.block] != PLACEMENT_DEVICE) {
+                uint32_t run = longest_run(&placement, placement.span_parts[n_spans], &n_stay, &n_streamed);
+                /* To a tile below its share; above it by what is too little for another span. */
+                double due = (double)(stay + head_stay) / (double)(spans + head) * (double)head;
+
+                assert_true((double)head_stay + 2.0 * (double)weights->output.tile_bytes >= due);
+                assert_true((double)head_stay <= due + (double)largest);
+                assert_true(run <= (n_streamed + MAX(n_stay, 1u) - 1) / MAX(n_stay, 1u));
+                n_checked += n_stay > 1;
+            }
+            placement_clear(&placement);
+        }
+    }
+    print_message("%u heads in more than one turn\n", n_checked);
+    assert_true(n_checked > 30);
+}
+
 static void a_device_that_shares_memory_streams_nothing(void **state)
 {
     (void)state;
@@ -257,6 +315,7 @@ int main(void)
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_budget_multiplies_every_row_once_and_is_kept),
         cmocka_unit_test(more_budget_never_streams_more_by_much),
+        cmocka_unit_test(spans_and_head_keep_the_same_share_and_what_stays_is_spread),
         cmocka_unit_test(a_device_that_shares_memory_streams_nothing),
         cmocka_unit_test(a_limit_of_layers_is_kept_whatever_fits),
         cmocka_unit_test(what_cannot_even_stream_is_refused_with_numbers),
