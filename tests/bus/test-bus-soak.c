@@ -25,6 +25,7 @@
 #define N_CLIENTS       6
 #define ROUND_USEC      (30 * UINT64_C(1000000))
 #define SECOND          UINT64_C(1000000)
+#define SEED            UINT64_C(34381773457) /* of short runs, so that they are alike; an answer of it holds a noncharacter */
 
 typedef struct Soak {
     Harness *harness;
@@ -364,7 +365,7 @@ static void clients_at_once_hear_what_was_said_first_and_leave_nothing(void **st
 {
     const char *given = getenv("LEAT_TEST_SEED"), *seconds = getenv("LEAT_SOAK_SECONDS");
     uint64_t total = (seconds ? strtoull(seconds, NULL, 10) : 16) * SECOND, until;
-    Soak soak = {.harness = *state, .seed = given ? strtoull(given, NULL, 10) : soak_now_usec() | 1};
+    Soak soak = {.harness = *state, .seed = given ? strtoull(given, NULL, 10) : seconds ? soak_now_usec() | 1 : SEED};
     Footprint before, after;
     char path[96];
 
