@@ -189,6 +189,9 @@ int kv_cache_checkpoint(KvCache *cache);
 bool kv_cache_is_as_cold(const KvCache *cache);
 /* Empty and reusable. */
 int kv_cache_clear(KvCache *cache);
+/* So many tokens more, whose keys and values are zeros, and those in no page yet with them, without a pass: for who measures what a past
+ * costs.  Not within a step of the device.  -ENOTSUP where that is not all that a layer keeps (windows, states, compatibility mode); KvError. */
+int kv_cache_add_blank(KvCache *cache, uint32_t n_tokens, ErrorDetail *reterr);
 
 typedef struct KvBytes {
     uint64_t host, device; /* blocks of pages (those shared with forks included), and the tail where it is */

@@ -7,14 +7,18 @@
 #include <string.h>
 #include <time.h>
 
-/* Tokens of the past at further measurements: attention over a short one costs more for each. */
-#define PROBE_PAST      768
-#define PROBE_DEEP_PAST 3072
+/* Tokens of the past at further measurements.  The first tokens find all of it in the tail; the next pages cost launches of their own; a
+ * short past does not keep all of a device busy, a long one does not stay in caches. */
+static const uint32_t PROBE_PASTS[MODEL_SPEED_PASTS] = {0, 128, 768, 4096};
+#define PROBE_FIRST_TOKENS 28   /* which complete no page */
+#define PROBE_CHUNK_PAST   2    /* of these: after which a chunk is timed, too */
+/* In compatibility mode all of the past has to be run, on the host: no further than needed. */
+#define PROBE_RUN_PAST     768
 /* A pass takes the median of some, because what users get is not the luckiest one; but no more than by a third longer than the quickest,
  * because facts are kept: what is beyond that was the work of others. */
 #define PROBE_PASSES    61
 #define PROBE_LEAST     3
-#define PROBE_SECONDS   0.4
+#define PROBE_SECONDS   0.3
 #define PROBE_DISTURBED (4.0 / 3.0)
 
 /* ---- a model of zeros ------------------------------------------------------------------------------------------------------- */
@@ -104,7 +108,8 @@ static int new_model(Probe *probe, const ModelFile *file, const ModelOptions *op
     return probe->model->calibration ? 0 : error_origin(-ENOMEM);
 }
 
-static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit, uint32_t n_layers, uint64_t head_bytes, bool streamed,
+/* @max_layers: of the weights that stay on the device. */
+static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit, uint32_t n_layers, uint64_t head_bytes, uint32_t max_layers,
                        ErrorDetail *reterr)
 {
     KvPolicy policy = fit->policy;
@@ -114,16 +119,15 @@ static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit,
         .max_rows = speed_probe_rows(fit),
         .max_sequences = 1,
         .deadline_usec = fit->options.deadline_usec,
-        .weights = {.transfer = KV_TRANSFER_COPY, .n_slots = 2, .limit_layers = streamed, .max_layers = 0},
+        .weights = {.transfer = KV_TRANSFER_COPY, .n_slots = 2, .limit_layers = true, .max_layers = max_layers},
     };
     int r;
 
-    /* Pages on the device: what copies cost is measured apart. */
-    policy.home = KV_HOME_DEVICE;
+    policy.home = speed_probe_home(fit);
     policy.n_layer_bits = 0; /* few layers stand for all */
     policy.growth = KV_GROWTH_DYNAMIC;
-    policy.transfer = KV_TRANSFER_AUTO;
-    policy.max_cache_tokens = PROBE_DEEP_PAST + SPEED_PROBE_ROWS + 4 * (PROBE_PASSES + 2);
+    policy.transfer = policy.home == KV_HOME_HOST ? KV_TRANSFER_ZERO_COPY : KV_TRANSFER_AUTO;
+    policy.max_cache_tokens = PROBE_PASTS[MODEL_SPEED_PASTS - 1] + SPEED_PROBE_ROWS + 4 * (PROBE_PASSES + 2);
     policy.device_budget_bytes = 0;
     r = new_model(probe, file, &options, n_layers, head_bytes, reterr);
     if (!r)
@@ -179,8 +183,9 @@ static int time_pass(Probe *probe, uint32_t n_rows, bool logits, double *ret, Er
     return r;
 }
 
-/* Tokens from here on, as far as the context goes; the first two wake the device. */
-static int time_tokens(Probe *probe, bool logits, double *ret, ErrorDetail *reterr)
+/* Tokens from here on, as far as the context goes; the first two wake the device.  @most: tokens of a sequence before it begins anew; 0: no
+ * limit. */
+static int time_tokens(Probe *probe, bool logits, uint32_t most, double *ret, ErrorDetail *reterr)
 {
     Samples samples = {.begun = seconds_now()};
     double seconds = 0;
@@ -188,7 +193,10 @@ static int time_tokens(Probe *probe, bool logits, double *ret, ErrorDetail *rete
     int r = 0;
 
     for (uint32_t i = 0; !enough && !r; i++) {
-        r = time_pass(probe, 1, logits, &seconds, reterr);
+        if (most > 0 && kv_cache_length(probe->cache) >= most)
+            r = model_fold_kv(kv_cache_clear(probe->cache));
+        if (!r)
+            r = time_pass(probe, 1, logits, &seconds, reterr);
         if (i >= 2)
             enough = samples_add(&samples, seconds);
         enough |= kv_cache_length(probe->cache) >= probe->model->options.context;
@@ -225,35 +233,69 @@ static int time_beginning(Probe *probe, Times *ret, ErrorDetail *reterr)
 {
     int r = time_chunks(probe, &ret->chunk, reterr);
 
-    return r ? r : time_tokens(probe, true, &ret->token, reterr);
+    return r ? r : time_tokens(probe, true, PROBE_FIRST_TOKENS, &ret->token, reterr);
 }
 
-/* Passes without logits after pasts of different lengths; the first two may be all, if the context is short. */
+/* Passes without logits after pasts of different lengths; the first may be all, if the context is short. */
 typedef struct Depths {
-    uint32_t n, tokens_at[3], chunk_at[3];
-    double token[3], chunk[3];
+    uint32_t n, tokens_at[MODEL_SPEED_PASTS], chunk_at;
+    double token[MODEL_SPEED_PASTS], chunk;
 } Depths;
 
-static int time_depths(Probe *probe, double chunk, Depths *ret, ErrorDetail *reterr)
+/* A past of so many tokens or a little more, zeros where that can be. */
+static int reach(Probe *probe, uint32_t n_tokens, ErrorDetail *reterr)
 {
-    static const uint32_t depths[] = {0, PROBE_PAST, PROBE_DEEP_PAST};
-    uint32_t rows = probe->model->options.max_rows, context = probe->model->options.context, most = context > 32 ? context - 32 : 0;
-    Depths times = {.chunk = {chunk}};
+    uint32_t length = kv_cache_length(probe->cache), rows = probe->model->options.max_rows;
+    double seconds;
     int r = 0;
 
-    for (uint32_t i = 0; i < N_ELEMENTS(depths) && !r; i++) {
-        while (!r && kv_cache_length(probe->cache) + rows <= MIN(most, depths[i])) {
-            times.chunk_at[i] = kv_cache_length(probe->cache);
-            r = time_pass(probe, rows, false, &times.chunk[i], reterr);
-        }
-        if (i > 0 && times.chunk_at[i] <= times.chunk_at[i - 1])
+    if (length >= n_tokens)
+        return 0;
+    if (!kv_store_policy(probe->store)->is_compatible)
+        return model_fold_kv(kv_cache_add_blank(probe->cache, n_tokens - length, reterr));
+    for (uint32_t n; length < n_tokens && !r; length += n) {
+        n = MIN(rows, n_tokens - length);
+        r = time_pass(probe, n, false, &seconds, reterr);
+    }
+    return r;
+}
+
+/* One chunk after the past; the second one of two, because kernels may differ. */
+static int time_deep_chunk(Probe *probe, Depths *depths, ErrorDetail *reterr)
+{
+    uint32_t rows = probe->model->options.max_rows;
+    int r = time_pass(probe, rows, false, &depths->chunk, reterr);
+
+    depths->chunk_at = kv_cache_length(probe->cache);
+    return r ? r : time_pass(probe, rows, false, &depths->chunk, reterr);
+}
+
+static int time_depths(Probe *probe, Depths *ret, ErrorDetail *reterr)
+{
+    uint32_t rows = probe->model->options.max_rows, context = probe->model->options.context;
+    /* Room for two chunks and for tokens. */
+    uint64_t room = 2 * (uint64_t)rows + PROBE_PASSES + 2;
+    uint32_t most = context > room ? (uint32_t)(context - room) : 0;
+    Depths times = {.n = 0};
+    int r = model_fold_kv(kv_cache_clear(probe->cache));
+
+    if (kv_store_policy(probe->store)->is_compatible)
+        most = MIN(most, (uint32_t)PROBE_RUN_PAST);
+    for (uint32_t i = 0; i < MODEL_SPEED_PASTS && !r; i++) {
+        uint32_t depth = MIN(PROBE_PASTS[i], most);
+
+        if (i > 0 && depth <= times.tokens_at[i - 1])
             break;
-        times.tokens_at[i] = kv_cache_length(probe->cache);
+        r = reach(probe, depth, reterr);
+        if (!r && i == PROBE_CHUNK_PAST)
+            r = time_deep_chunk(probe, &times, reterr);
+        times.tokens_at[i] = i > 0 ? kv_cache_length(probe->cache) : 0;
         if (!r)
-            r = time_tokens(probe, false, &times.token[i], reterr);
+            r = time_tokens(probe, false, i > 0 ? 0 : PROBE_FIRST_TOKENS, &times.token[i], reterr);
         times.tokens_at[i] = (times.tokens_at[i] + kv_cache_length(probe->cache)) / 2;
         times.n = i + 1;
     }
+    times.tokens_at[0] = PROBE_FIRST_TOKENS;
     *ret = times;
     return r;
 }
@@ -303,6 +345,7 @@ typedef struct Sizes {
     uint32_t n_few, n_many;
     uint64_t head_bytes;
     double head_scale, layer_scale; /* of the whole model over what is run */
+    double last_share;              /* of a layer: what a pass without logits leaves out of the last one */
 } Sizes;
 
 static double span_bytes(const Weights *weights, uint32_t first, uint32_t end)
@@ -324,7 +367,9 @@ static bool choose_sizes(const Weights *weights, uint64_t bytes, Sizes *ret)
     sizes.n_many = (uint32_t)MIN(n, (uint64_t)weights->n_layers);
     if (sizes.n_many < 1 || bytes < SPEED_PROBE_MIN_BYTES)
         return false;
-    sizes.n_few = sizes.n_many > 1 ? MAX(sizes.n_many / 3, 1u) : 0;
+    /* All of them need no slope. */
+    sizes.n_few = sizes.n_many > 1 && sizes.n_many < weights->n_layers ? MAX(sizes.n_many / 3, 1u) : 0;
+    sizes.last_share = (double)weights->blocks[WEIGHTS_BLOCK_SPANS + weights->n_layers].bytes / (double)MAX(span, UINT64_C(1));
     sizes.head_scale = (double)head / (double)sizes.head_bytes;
     sizes.layer_scale = span_bytes(weights, 1, weights->n_layers + 1) / weights->n_layers /
                         (span_bytes(weights, sizes.n_few + 1, sizes.n_many + 1) / (sizes.n_many - sizes.n_few));
@@ -338,11 +383,12 @@ static double slope(double few, double many, double n)
     return MAX((many - few) / n, 0.0);
 }
 
-static void solve(const Sizes *sizes, const Times *few, const Times *many, ModelSpeed *speed)
+/* @bare: a token without logits, of many layers. */
+static void solve(const Sizes *sizes, const Times *few, const Times *many, double bare, ModelSpeed *speed)
 {
     double n = sizes->n_many - sizes->n_few, layer, chunk_layer;
 
-    layer = slope(few->token, many->token, n);
+    layer = sizes->n_few > 0 ? slope(few->token, many->token, n) : MIN(bare / MAX(n - sizes->last_share, 1.0), many->token / n);
     chunk_layer = slope(few->chunk, many->chunk, n);
     speed->layer_sec = layer * sizes->layer_scale;
     speed->head_sec = MAX(many->token - layer * sizes->n_many, 0.0) * sizes->head_scale;
@@ -350,18 +396,18 @@ static void solve(const Sizes *sizes, const Times *few, const Times *many, Model
     speed->chunk_sec = MAX(many->chunk - chunk_layer * sizes->n_many, 0.0);
 }
 
-/* What the past costs @n_layers. */
-static void solve_depths(const Depths *depths, uint32_t n_layers, ModelSpeed *speed)
+/* What the past costs @n_layers, never less than a shorter one. */
+static void solve_depths(const Depths *depths, double chunk, uint32_t n_layers, ModelSpeed *speed)
 {
-    if (depths->n < 2)
-        return;
-    speed->near_tokens = depths->tokens_at[1];
-    speed->layer_near_sec = slope(depths->token[0], depths->token[1], (double)n_layers * (depths->tokens_at[1] - depths->tokens_at[0]));
-    speed->layer_past_sec = speed->layer_near_sec;
-    speed->chunk_layer_past_sec =
-        slope(depths->chunk[0], depths->chunk[depths->n - 1], (double)n_layers * depths->chunk_at[depths->n - 1]);
-    if (depths->n > 2)
-        speed->layer_past_sec = slope(depths->token[1], depths->token[2], (double)n_layers * (depths->tokens_at[2] - depths->tokens_at[1]));
+    double least = 0;
+
+    for (uint32_t i = 0; i < depths->n; i++) {
+        least = MAX(least, slope(depths->token[0], depths->token[i], n_layers));
+        speed->pasts[i] = (ModelPast){depths->tokens_at[i], least};
+    }
+    speed->n_pasts = depths->n;
+    if (depths->chunk_at > 0)
+        speed->chunk_layer_past_sec = slope(chunk, depths->chunk, (double)n_layers * depths->chunk_at);
 }
 
 /* How much of the shorter one does not add to the longer one. */
@@ -373,7 +419,13 @@ static double share_hidden(double kernels, double copies, double both)
     return MIN(share, 1.0);
 }
 
-static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *speed, ErrorDetail *reterr)
+static double copy_sec(const Placement *placement, const ModelSpeed *speed)
+{
+    return (double)placement->streamed_bytes / speed->upload_rate;
+}
+
+/* With all layers streamed. */
+static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *speed, double *ret_copies, ErrorDetail *reterr)
 {
     const Placement *placement = &probe->model->weights.placement;
     Times streamed = {.token = 0};
@@ -384,10 +436,43 @@ static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *sp
         r = time_beginning(probe, &streamed, reterr);
     if (r)
         return r;
-    speed->hidden_share = share_hidden(resident->token, (double)placement->streamed_bytes / speed->upload_rate, streamed.token);
+    *ret_copies = copy_sec(placement, speed);
+    speed->hidden_share = share_hidden(resident->token, *ret_copies, streamed.token);
     speed->chunk_hidden_share = share_hidden(
         resident->chunk, (double)(placement->streamed_bytes - placement->streamed_head_bytes) / speed->upload_rate, streamed.chunk);
     return 0;
+}
+
+/* With as many layers streamed as take about as long as the kernels. */
+static int measure_balance(Probe *probe, double resident, ModelSpeed *speed, ErrorDetail *reterr)
+{
+    double streamed = 0;
+    int r = time_tokens(probe, true, PROBE_FIRST_TOKENS, &streamed, reterr);
+
+    if (!r)
+        speed->hidden_share = share_hidden(resident, copy_sec(&probe->model->weights.placement, speed), streamed);
+    return r;
+}
+
+static int probe_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
+                           ModelSpeed *speed, ErrorDetail *reterr)
+{
+    double copies = 0;
+    uint32_t n;
+    int r;
+
+    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, 0, reterr);
+    if (!r)
+        r = measure_streaming(probe, resident, speed, &copies, reterr);
+    probe_end(probe);
+    n = !r && copies > resident->token ? (uint32_t)(sizes->n_many * resident->token / copies + 0.5) : sizes->n_many;
+    if (r || n == sizes->n_many || n == 0)
+        return r;
+    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, sizes->n_many - n, reterr);
+    if (!r)
+        r = measure_balance(probe, resident->token, speed, reterr);
+    probe_end(probe);
+    return r;
 }
 
 int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, ModelSpeed *ret, ErrorDetail *reterr)
@@ -395,7 +480,7 @@ int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t b
     Times times[2] = {{.token = 0}, {.token = 0}};
     ModelSpeed speed = {.chunk_rows = speed_probe_rows(fit)};
     Probe probe = {.gpu = gpu};
-    Depths depths;
+    Depths depths = {.n = 0};
     Sizes sizes;
     int r = 0;
 
@@ -405,23 +490,18 @@ int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t b
     for (int many = sizes.n_few > 0 ? 0 : 1; many < 2 && !r; many++) {
         uint32_t n_layers = many ? sizes.n_many : sizes.n_few;
 
-        r = probe_begin(&probe, file, fit, n_layers, sizes.head_bytes, false, reterr);
+        r = probe_begin(&probe, file, fit, n_layers, sizes.head_bytes, UINT32_MAX, reterr);
         if (!r)
             r = time_beginning(&probe, &times[many], reterr);
-        if (!r && (!many || sizes.n_few == 0)) {
-            r = time_depths(&probe, times[many].chunk, &depths, reterr);
-            if (!r)
-                solve_depths(&depths, n_layers, &speed);
-        }
+        if (!r && many)
+            r = time_depths(&probe, &depths, reterr);
         probe_end(&probe);
     }
-    if (!r)
-        solve(&sizes, &times[0], &times[1], &speed);
-    if (!r)
-        r = probe_begin(&probe, file, fit, sizes.n_many, sizes.head_bytes, true, reterr);
-    if (!r)
-        r = measure_streaming(&probe, &times[1], &speed, reterr);
-    probe_end(&probe);
+    if (r)
+        return r;
+    solve(&sizes, &times[0], &times[1], depths.token[0], &speed);
+    solve_depths(&depths, times[1].chunk, sizes.n_many, &speed);
+    r = probe_streaming(&probe, file, fit, &sizes, &times[1], &speed, reterr);
     if (!r)
         *ret = speed;
     return r;

@@ -12,6 +12,12 @@ static inline uint32_t speed_probe_rows(const ModelFit *fit)
     return MIN(fit->options.max_rows, (uint32_t)SPEED_PROBE_ROWS);
 }
 
+/* Pages where kernels read them: in host memory, or on the device, where copies of them would be (what copies cost is measured apart). */
+static inline KvHome speed_probe_home(const ModelFit *fit)
+{
+    return fit->policy.home == KV_HOME_HOST && fit->plan.kv.n_slots == 0 ? KV_HOME_HOST : KV_HOME_DEVICE;
+}
+
 /* Facts of a model as @fit plans it, with bits that are chosen; @bytes: of weights on the device at once.  MODEL_E_DEVICE_MEMORY when these
  * are too few to say anything. */
 int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, ModelSpeed *ret, ErrorDetail *reterr);

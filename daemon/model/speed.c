@@ -14,7 +14,7 @@
 #define PROBE_KEY_BYTES 600
 
 /* The version counts changes of what is measured. */
-static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 2};
+static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 3};
 
 typedef struct SpeedFile {
     char key[PROBE_KEY_BYTES];
@@ -31,11 +31,11 @@ static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit 
     const KvForm *form = &fit->policy.form;
     int n;
 
-    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%u|", info->name,
+    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|", info->name,
                  info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
                  p->n_vocab, p->attention.n_heads, p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim,
                  fit->options.exact, (int)form->kind, form->k_bits, form->v_bits, (int)form->centre, (int)form->rotation,
-                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, speed_probe_rows(fit));
+                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit), speed_probe_rows(fit));
     for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
         n += snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
     (void)snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);
@@ -94,13 +94,27 @@ static double together(double kernels, double copies, double hidden_share)
     return kernels + copies - hidden_share * MIN(kernels, copies);
 }
 
+/* Of a token and layer, after @depth tokens beyond what it costs after the first ones. */
+static double past_sec(const ModelSpeed *speed, double depth)
+{
+    const ModelPast *past = speed->pasts;
+    uint32_t n = (uint32_t)MIN(speed->n_pasts, (uint64_t)MODEL_SPEED_PASTS), i = 1;
+
+    if (n < 2 || depth <= past[0].tokens)
+        return 0;
+    while (i + 1 < n && depth > past[i].tokens)
+        i++;
+    return past[i - 1].layer_sec + (depth - past[i - 1].tokens) * (past[i].layer_sec - past[i - 1].layer_sec) / (past[i].tokens - past[i - 1].tokens);
+}
+
 KvRates model_speed_rates(const ModelSpeed *speed, const ModelFit *fit)
 {
-    double per_layer = (double)fit->plan.kv.host_bytes_per_token / MAX(fit->plan.n_layers, 1u), rate;
+    double per_layer = (double)fit->plan.kv.host_bytes_per_token / MAX(fit->plan.n_layers, 1u), deep = 4096;
+    double per_token = (past_sec(speed, 2 * deep) - past_sec(speed, deep)) / deep, rate;
 
-    if (speed->layer_past_sec <= 0 || speed->upload_rate <= 0)
+    if (per_token <= 0 || speed->upload_rate <= 0)
         return (KvRates){0, 0, 0};
-    rate = per_layer / speed->layer_past_sec;
+    rate = per_layer / per_token;
     return (KvRates){
         .device_bytes_per_second = (uint64_t)rate,
         .link_bytes_per_second = (uint64_t)speed->upload_rate,
@@ -113,13 +127,15 @@ void model_predict(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth,
     const ModelPlan *plan = &fit->plan;
     double bytes = (double)model_streamed_bytes(fit, depth), rate = MAX(speed->upload_rate, 1.0);
     double copies = bytes / rate, chunk_copies = (bytes - (double)plan->weight_streamed_head_bytes) / rate;
-    double near = MIN((double)depth, speed->near_tokens), past = speed->layer_near_sec * near + speed->layer_past_sec * (depth - near);
-    double token = speed->head_sec + plan->n_layers * (speed->layer_sec + past);
-    double chunk = speed->chunk_sec + plan->n_layers * (speed->chunk_layer_sec + speed->chunk_layer_past_sec * depth);
+    double token = speed->head_sec + plan->n_layers * (speed->layer_sec + past_sec(speed, depth));
+    /* A pass of more rows than were timed takes longer in proportion, but brings weights and past once. */
+    double rows = MAX((double)fit->options.max_rows, speed->chunk_rows), chunk;
 
+    chunk = speed->chunk_sec + plan->n_layers * (speed->chunk_layer_sec + speed->chunk_layer_past_sec * depth);
+    chunk *= rows / MAX(speed->chunk_rows, 1.0);
     *ret = (ModelPrediction){
         .token_sec = together(token, copies, speed->hidden_share),
-        .prefill_rate = chunk > 0 ? speed->chunk_rows / together(chunk, chunk_copies, speed->chunk_hidden_share) : 0,
+        .prefill_rate = chunk > 0 ? rows / together(chunk, chunk_copies, speed->chunk_hidden_share) : 0,
         .bus_limited = copies > token,
     };
 }

@@ -3,23 +3,32 @@
 /*
  * How fast a model will be, from what was measured on this device.
  *
- * The probe runs the real forward pass over a model of the same shape and weight types with weights of zero: fewer layers (twice, a few and
- * many, so that what a layer costs and what does not grow with the layers come apart), one row and a chunk of rows, at the beginning of a
- * sequence; with few layers also after a past of some hundred and some thousand tokens; the copies of its weights alone; and both kinds of
- * pass with all weights streamed, which tells how much of a copy hides behind kernels here (on a CPU device a copy takes a worker's time).
+ * The probe runs the real forward pass over a model of the same shape and weight types with weights of zero: as many layers as fit into some
+ * bytes (when these are not all, a few and many, so that what a layer costs and what does not grow with the layers come apart), one row and a
+ * chunk of rows, after nothing and after pasts of different lengths; the copies of its weights alone; and both kinds of pass with weights
+ * streamed, which tells how much of a copy hides behind kernels here (on a CPU device a copy takes a worker's time).  For single rows about
+ * as many weights stream as take as long as the kernels, which is where the most can be hidden, and told from what cannot.
  * A few seconds on devices that we know.
  *
- * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute and form of the cache; another driver measures anew.
+ * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute, form of the cache and where kernels read it; another driver
+ * measures anew.
  */
 
 #include "daemon/model/model.h"
 
+#define MODEL_SPEED_PASTS 4
+
+/* What a token costs after a past, beyond the first one. */
+typedef struct ModelPast {
+    double tokens;
+    double layer_sec;
+} ModelPast;
+
 typedef struct ModelSpeed {
     double head_sec;              /* of a token: what does not grow with the layers */
-    double layer_sec;             /* of a token and layer without a past */
-    double near_tokens;           /* a past up to so many tokens does not keep all of a device busy: */
-    double layer_near_sec;        /* more, for each of them */
-    double layer_past_sec;        /* more, for each token beyond */
+    double layer_sec;             /* of a token and layer after at most pasts[0].tokens */
+    uint64_t n_pasts;             /* measured; at least one */
+    ModelPast pasts[MODEL_SPEED_PASTS]; /* ascending, the first costs nothing; between two in proportion, beyond the last as before it */
     double chunk_rows;            /* rows of the chunk that was timed */
     double chunk_sec;             /* without logits: what does not grow with the layers */
     double chunk_layer_sec, chunk_layer_past_sec;
@@ -46,7 +55,7 @@ static inline uint64_t model_streamed_bytes(const ModelFit *fit, uint32_t depth)
 
 typedef struct ModelPrediction {
     double token_sec;    /* of one token after @depth */
-    double prefill_rate; /* tokens a second of a prompt that goes on after @depth */
+    double prefill_rate; /* tokens a second of a prompt that goes on after @depth, in passes of as many rows as it fits with */
     bool bus_limited;    /* copies take longer than kernels */
 } ModelPrediction;
 /* The same facts as a policy wants them, for a store that decides what of its pages to keep on the device. */

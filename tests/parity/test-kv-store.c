@@ -781,6 +781,60 @@ static void compatibility_mode_is_not_moved(void **state)
     (void)kv_store_free(target);
 }
 
+/* Every policy that reads pages: after zeros each goes on, and all alike. */
+static void a_blank_past_is_as_long_and_the_same_everywhere(void **state)
+{
+    Fixture *fixture = *state;
+    KvPolicy policies[] = {device_policy(KV_FORM_F16), host_policy(KV_FORM_F16, KV_TRANSFER_ZERO_COPY, 1, 2),
+                           host_policy(KV_FORM_F16, KV_TRANSFER_COPY, 1, 2)};
+    KvStream *streams[N_ELEMENTS(policies)];
+
+    for (size_t i = 0; i < N_ELEMENTS(policies); i++) {
+        KvStore *store = store_new(fixture, &policies[i]);
+        KvCache *cache = cache_new(store);
+
+        streams[i] = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
+        kv_bench_run(&fixture->bench, store, cache, streams[i], 40, 40);
+        assert_int_equal(kv_cache_add_blank(cache, 577, NULL), 0);
+        assert_int_equal(kv_cache_length(cache), 617);
+        kv_bench_run(&fixture->bench, store, cache, streams[i], 640, 1);
+        assert_same(fixture, streams[0], streams[i], 617, 640, "after zeros");
+        (void)kv_cache_free(cache);
+        (void)kv_store_free(store);
+    }
+    for (size_t i = 0; i < N_ELEMENTS(policies); i++)
+        (void)kv_stream_free(streams[i]);
+}
+
+static void a_blank_past_is_refused_beyond_the_context_and_in_compatibility_mode(void **state)
+{
+    Fixture *fixture = *state;
+    KvPolicy policy = device_policy(KV_FORM_F16), compatible = kv_policy_preset(KV_STRATEGY_QUANTIZED, true);
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    KvStore *store;
+    KvCache *cache;
+
+    policy.max_cache_tokens = 320;
+    store = store_new(fixture, &policy);
+    cache = cache_new(store);
+    assert_int_equal(kv_cache_add_blank(cache, 321, NULL), KV_E_CONTEXT);
+    assert_int_equal(kv_cache_length(cache), 0);
+    assert_int_equal(kv_cache_add_blank(cache, 320, NULL), 0);
+    assert_int_equal(kv_cache_length(cache), 320);
+    (void)kv_cache_free(cache);
+    (void)kv_store_free(store);
+    compatible.is_compatible = true;
+    compatible.max_cache_tokens = KV_BENCH_MAX_TOKENS;
+    assert_int_equal(kv_quant_options(&(KvQuantRequest){0}, &compatible.compatible, NULL), 0);
+    store = store_new(fixture, &compatible);
+    cache = cache_new(store);
+    assert_int_equal(kv_cache_add_blank(cache, 1, &detail), -ENOTSUP);
+    assert_non_null(strstr(detail.text, "compatibility mode"));
+    assert_int_equal(kv_cache_length(cache), 0);
+    (void)kv_cache_free(cache);
+    (void)kv_store_free(store);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -804,6 +858,8 @@ int main(void)
         cmocka_unit_test(host_budget_gives_up_checkpoints_before_pages),
         cmocka_unit_test(device_pages_beyond_their_budget_are_refused),
         cmocka_unit_test(compatibility_mode_is_not_moved),
+        cmocka_unit_test(a_blank_past_is_as_long_and_the_same_everywhere),
+        cmocka_unit_test(a_blank_past_is_refused_beyond_the_context_and_in_compatibility_mode),
     };
 
     printf("seed %u\n", SEED);

@@ -303,7 +303,7 @@ static void the_device_is_measured_once_and_left_as_it_was(void **state)
     assert_int_equal(model_speed(*state, file, &fit, true, &speed, NULL), 0);
     gpu_memory_used(*state, used, &after);
     assert_int_equal(before, after);
-    assert_true(speed.head_sec + speed.layer_sec > 0 && speed.chunk_rows == 64 && speed.upload_rate > 0);
+    assert_true(speed.head_sec + speed.layer_sec > 0 && speed.chunk_rows == 64 && speed.upload_rate > 0 && speed.n_pasts >= 1);
     assert_true(speed.hidden_share >= 0 && speed.hidden_share <= 1);
     assert_int_equal(model_speed(*state, file, &fit, false, &again, NULL), 0);
     assert_memory_equal(&speed, &again, sizeof(speed));
@@ -318,7 +318,8 @@ static void the_device_is_measured_once_and_left_as_it_was(void **state)
 
 static void a_prediction_adds_up_what_was_measured(void **state)
 {
-    ModelSpeed speed = {.head_sec = 0.001, .layer_sec = 0.0001, .layer_past_sec = 1e-8, .chunk_rows = 100, .chunk_sec = 0.01,
+    ModelSpeed speed = {.head_sec = 0.001, .layer_sec = 0.0001, 
+                        .n_pasts = 2, .pasts = {{0, 0}, {1000, 1e-5}}, .chunk_rows = 100, .chunk_sec = 0.01,
                         .chunk_layer_sec = 0.002, .chunk_layer_past_sec = 1e-7, .upload_rate = 1e9, .hidden_share = 1};
     ModelFit fit = {.policy = {.home = KV_HOME_HOST}};
     ModelPrediction prediction;
@@ -343,11 +344,20 @@ static void a_prediction_adds_up_what_was_measured(void **state)
     model_predict(&speed, &fit, 0, &prediction); /* 50 ms, and three quarters of 1 ms: a chunk does not read the head */
     assert_true(prediction.prefill_rate > 100 / 0.05076 && prediction.prefill_rate < 100 / 0.05074);
     fit.plan.weight_streamed_bytes = fit.plan.weight_streamed_head_bytes = fit.plan.kv.n_slots = 0;
-    speed.near_tokens = 1000;
-    speed.layer_near_sec = 3e-8;
-    model_predict(&speed, &fit, 500, &prediction);
+    fit.options.max_rows = 400; /* in passes of four times as many rows: 200 ms, 1 ms of copies */
+    fit.plan.weight_streamed_bytes = 1000000;
+    model_predict(&speed, &fit, 0, &prediction);
+    assert_true(prediction.prefill_rate > 400 / 0.20076 && prediction.prefill_rate < 400 / 0.20074);
+    fit.plan.weight_streamed_bytes = 0;
+    speed.n_pasts = 3;
+    speed.pasts[0].tokens = 20;
+    speed.pasts[1] = (ModelPast){1020, 3e-5};
+    speed.pasts[2] = (ModelPast){2020, 4e-5};
+    model_predict(&speed, &fit, 20, &prediction);
+    assert_true(prediction.token_sec > 0.00299 && prediction.token_sec < 0.00301); /* as the first */
+    model_predict(&speed, &fit, 520, &prediction);
     assert_true(prediction.token_sec > 0.00329 && prediction.token_sec < 0.00331);
-    model_predict(&speed, &fit, 10000, &prediction);
+    model_predict(&speed, &fit, 10020, &prediction);
     assert_true(prediction.token_sec > 0.00539 && prediction.token_sec < 0.00541); /* 3 ms, 0.6 ms, 1.8 ms */
 }
 
