@@ -147,7 +147,7 @@ class Link:
         while (ring, number) not in self.arrived:
             r, i = self.order[self.next]
             ready = self.consumed[r][i - self.slots[r]] if i >= self.slots[r] else 0.0
-            self.free = max(self.free, ready) + self.latency + self.sizes[r][i] / self.rate
+            self.free = max(self.free, ready + self.latency) + self.sizes[r][i] / self.rate
             self.arrived[r, i] = self.free
             self.next += 1
         return self.arrived[ring, number]
@@ -185,7 +185,7 @@ def floors(timeline, host_gap, launch_gap):
             if ring:
                 link.read(ring, time)
             if event["name"].startswith("attend_pack"):
-                down_free = homewards[layer & 1] = max(down_free, time) + link.latency + home
+                down_free = homewards[layer & 1] = max(down_free, time + link.latency) + home
             elif event["name"].startswith("attend_finish"):
                 layer, tile = layer + 1, 0
         assert part == len(run["parts"]), (part, len(run["parts"]))

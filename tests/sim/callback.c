@@ -25,7 +25,7 @@ static void callback_run(SimCallback *callback, cl_int status)
     bool is_dead;
 
     if (callback->job) {
-        job_advance(callback->job, callback->fails && status < 0 ? status : CL_SUCCESS);
+        job_advance(callback->job, callback->fails && status < 0 ? status : CL_SUCCESS, false);
         object_unref(&event->object);
         return;
     }

@@ -223,7 +223,7 @@ static cl_int start_job(SimCommand *command, SimJob *job, SimEvent *event)
     if (!queue->in_order)
         status = sim.next.clEnqueueMarkerWithWaitList(queue->object.handle, 1, &event->order, &event->tail);
     note_event(command, event);
-    job_advance(job, status);
+    job_advance(job, status, false);
     return CL_SUCCESS;
 }
 
@@ -241,6 +241,7 @@ cl_int command_paced(SimCommand *command, SimJob *job, cl_command_type type, cl_
         return CL_OUT_OF_HOST_MEMORY;
     }
     job->event = (SimEvent *)object_ref(&event->object);
+    event->lane = job->lane;
     if (command->call->event_status < 0)
         job->status = command->call->event_status;
     job->stalls = command->call->stalls;

@@ -110,7 +110,7 @@ static void advance(SimFollower *followers, cl_int status)
     while (followers) {
         SimFollower *next = followers->next;
 
-        job_advance(followers->job, followers->fails && status < 0 ? status : CL_SUCCESS);
+        job_advance(followers->job, followers->fails && status < 0 ? status : CL_SUCCESS, followers->is_next);
         free(followers);
         followers = next;
     }

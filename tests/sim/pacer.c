@@ -2,7 +2,8 @@
 /*
  * Paced jobs.  A device has a thread for each copy engine.  A job starts when all that it waits for is done and the latency has passed, or when
  * the one before it on its engine ends, and takes bytes / rate: a piece is moved, then its time is slept, so what has not arrived yet cannot be
- * read.  The engine's time is reckoned, not measured: a thread that the system runs late does not make the link slower.
+ * read.  The latency of what is only behind others in its queue passes while they run: an engine has fetched its next command by then.  The
+ * engine's time is reckoned, not measured: a thread that the system runs late does not make the link slower.
  */
 
 #include "tests/sim/sim.h"
@@ -18,7 +19,8 @@
 #define PIECE_LEAST     (32u << 10)
 #define PIECE_MOST      (1u << 20)    /* … so that memory is looked after often */
 #define SPIN_NSEC       100000u       /* the end of a copy is waited for awake, for a virtual machine ends a sleep 50 us late … */
-#define SPIN_SHARE      3             /* … but no more than a third of the time: others need the processor */
+#define SPIN_SHARE      3             /* … but no more than a third of the time, for others need the processor, … */
+#define SPIN_MOST_NSEC  1000000u      /* … of a while */
 #define CATCH_UP_NSEC   1000000u      /* how far an engine may lag behind its reckoned time */
 
 /* ---- jobs ---------------------------------------------------------------------------------------------------------- */
@@ -71,7 +73,7 @@ static void job_after_paced(SimJob *job, SimEvent *event, bool fails)
     if (is_done && event->status < 0 && fails)
         job->status = job->status ? job->status : CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST;
     if (!is_done && follower) {
-        *follower = (SimFollower){.next = event->followers, .job = job, .fails = fails};
+        *follower = (SimFollower){.next = event->followers, .job = job, .fails = fails, .is_next = !fails && event->lane == job->lane};
         event->followers = follower;
         job->pending++;
     }
@@ -98,7 +100,7 @@ void job_after(SimJob *job, SimEvent *event, bool fails)
     if (event_watch(callback) != CL_SUCCESS) {
         object_unref(&event->object);
         free(callback);
-        job_advance(job, CL_SUCCESS);
+        job_advance(job, CL_SUCCESS, false);
     }
 }
 
@@ -124,16 +126,20 @@ static void sleep_until(uint64_t nsec)
 /* What others see is to be on time. */
 static void wait_until(SimLane *lane, uint64_t nsec)
 {
-    uint64_t spin = SIM_MIN(SPIN_NSEC, nsec > lane->awake_until_nsec ? (nsec - lane->awake_until_nsec) / SPIN_SHARE : 0);
+    uint64_t now = sim_now_nsec(CLOCK_MONOTONIC), spin, begin;
 
+    lane->may_spin_nsec = SIM_MIN(SPIN_MOST_NSEC, lane->may_spin_nsec + (now - SIM_MIN(now, lane->spun_at_nsec)) / SPIN_SHARE);
+    spin = SIM_MIN(SPIN_NSEC, lane->may_spin_nsec);
     sleep_until(nsec - spin);
-    while (sim_now_nsec(CLOCK_MONOTONIC) < nsec)
+    begin = sim_now_nsec(CLOCK_MONOTONIC);
+    for (now = begin; now < nsec; now = sim_now_nsec(CLOCK_MONOTONIC))
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #else
         continue;
 #endif
-    lane->awake_until_nsec = sim_now_nsec(CLOCK_MONOTONIC);
+    lane->may_spin_nsec -= SIM_MIN(lane->may_spin_nsec, now - begin);
+    lane->spun_at_nsec = now;
 }
 
 /* A stalled command: until its time is over, the device is lost, or the program ends. */
@@ -226,7 +232,7 @@ static cl_int copy_paced(SimLane *lane, double rate, const SimJob *job, uint64_t
     cl_int status = CL_SUCCESS;
 
     while (done < bytes && status == CL_SUCCESS) {
-        size_t n = (size_t)SIM_MIN(piece, bytes - done);
+        size_t n = bytes - done < 2 * piece ? (size_t)(bytes - done) : piece; /* no last one that is over before a sleep ends */
 
         status = move_rows(job, at, n);
         done += n;
@@ -274,8 +280,9 @@ static void job_run(SimLane *lane, SimJob *job)
         status = CL_OUT_OF_RESOURCES; /* the program is ending */
     if (status == CL_SUCCESS && job_bytes(job) > 0) {
         uint64_t latency = job->lane == SIM_LANE_DEVICE ? 0 : sim.config.latency_nsec;
-        uint64_t start = SIM_MAX(event->submit_nsec + latency, lane->busy_until_nsec), now;
+        uint64_t start = SIM_MAX(job->ready_nsec + latency, lane->busy_until_nsec), now;
 
+        event->submit_nsec = job->ready_nsec;
         wait_until(lane, start);
         now = sim_now_nsec(CLOCK_MONOTONIC);
         /* What the thread was late by is made up for, within limits. */
@@ -352,11 +359,13 @@ static bool lane_push(SimLane *lane, SimJob *job)
     return true;
 }
 
-void job_advance(SimJob *job, cl_int status)
+void job_advance(SimJob *job, cl_int status, bool is_next)
 {
     bool is_ready, pushed = false;
 
     sim_lock();
+    if (!is_next)
+        job->ready_nsec = sim_now_nsec(CLOCK_MONOTONIC);
     if (status < 0 && job->status == CL_SUCCESS)
         job->status = CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST;
     is_ready = --job->pending == 0;

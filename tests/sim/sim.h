@@ -240,7 +240,7 @@ typedef struct SimLane {
     SimJob *first, *last;
     double rate;            /* bytes a second; 0: not limited */
     uint64_t busy_until_nsec;
-    uint64_t awake_until_nsec; /* the last time that it waited for without sleeping */
+    uint64_t may_spin_nsec, spun_at_nsec; /* what it may wait without sleeping, as of when */
 } SimLane;
 
 typedef struct SimDevice SimDevice;
@@ -338,6 +338,7 @@ struct SimFollower {
     SimFollower *next;
     SimJob *job;
     bool fails;
+    bool is_next; /* of the same engine, and only behind it */
 };
 
 typedef struct SimDependent SimDependent;
@@ -354,6 +355,7 @@ struct SimEvent {
     uint64_t ordinal;
     char label[40];           /* of a kernel */
     bool paced;
+    SimLaneKind lane;         /* paced: of its job */
     cl_event order;           /* complete whatever the outcome: what only the queue's order makes wait */
     cl_event tail;            /* out of order: a marker of the driver's that waits for it */
     cl_int status;            /* paced: CL_QUEUED … CL_COMPLETE, or an error */
@@ -463,6 +465,7 @@ struct SimJob {
     SimEnd to, from;
     size_t region[3]; /* bytes of a row, rows, slices; no bytes: only order */
     unsigned pending; /* what it still waits for, and one until it is complete itself */
+    uint64_t ready_nsec; /* when all was done but what is before it on its engine: from here its latency counts */
     cl_int status;    /* < 0: fails without copying */
     bool stalls;
     int64_t stall_msec;
@@ -475,8 +478,8 @@ void job_free(SimJob *job);
 uint64_t job_bytes(const SimJob *job);
 /* Waits for @event, which may be the driver's; @fails: its failure is the job's. */
 void job_after(SimJob *job, SimEvent *event, bool fails);
-/* One of what it waits for is done. */
-void job_advance(SimJob *job, cl_int status);
+/* One of what it waits for is done; @is_next: what was before it on its engine, which has fetched it by now. */
+void job_advance(SimJob *job, cl_int status, bool is_next);
 void pacer_stop(void);
 /* The device is lost: what waits or runs looks again, and fails. */
 void pacer_lose(void);
