@@ -116,12 +116,20 @@ FORCE:
 
 test_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/lib/*.c)))
 
-# An archive, so that a program links only what it uses: the engine's tests play the layers below themselves.
+# An archive, so that a program links only what it uses.
 $(BUILD)/tests/libtests.a: $(test_objects)
 	$(call say,AR,$@)
 	$(Q)rm -f $@ && ar rcs $@ $^
 
 $(BUILD)/tests/%: $(BUILD)/tests/%.o $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
+	$(call say,LINK,$@)
+	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
+
+# The engine on what tests/fakes plays of the layers below it; linked first, so that the library's own are not.
+FAKE_TESTS   := $(addprefix $(BUILD)/tests/unit/test-engine-,batch files jobs models prefixes sessions)
+fake_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/fakes/*.c)))
+
+$(FAKE_TESTS): $(BUILD)/tests/%: $(BUILD)/tests/%.o $(fake_objects) $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 

@@ -5,7 +5,7 @@
  */
 
 #include "daemon/engine/log-softmax.h"
-#include "tests/unit/engine-fake.h"
+#include "tests/fakes/fake.h"
 
 #include <math.h>
 
@@ -33,7 +33,6 @@ static EngineRequest beam_request(const char *text, uint32_t max_tokens, uint32_
 static BeamSearch *search_plainly(const EngineRequest *request)
 {
     static int32_t ids[ENGINE_MAX_BEAMS][512], old[ENGINE_MAX_BEAMS][512];
-    static KvCache cache;
     const int32_t eos = FAKE_EOG;
     uint32_t n = (uint32_t)strlen(request->raw), n_beams = request->sampling.num_beams;
     BeamOptions options = {.n_beams = n_beams, .n_vocab = FAKE_VOCAB, .max_new_tokens = request->sampling.max_tokens, .eos = &eos,
@@ -50,8 +49,7 @@ static BeamSearch *search_plainly(const EngineRequest *request)
         for (uint32_t b = 0; b < n_beams; b++) {
             float row[FAKE_VOCAB];
 
-            memcpy(cache.ids, ids[b], n * sizeof(int32_t));
-            fake_logits(&cache, n, row);
+            fake_logits(ids[b], n, row);
             assert_true(log_softmax(row, FAKE_VOCAB));
             beam_search_row(search, b, row);
         }

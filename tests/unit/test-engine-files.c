@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sessions in files, on a model that is played: what is restored goes on as if nothing had been; what cannot be is refused and changes nothing. */
 
-#include "tests/unit/engine-fake.h"
+#include "tests/fakes/fake.h"
 
 #include <sys/mman.h>
 #include <unistd.h>

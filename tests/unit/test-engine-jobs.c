@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Jobs from arrival to end, on a model that is played: text, limits, cancelling at every place, classes, queue. */
 
-#include "tests/unit/engine-fake.h"
+#include "tests/fakes/fake.h"
 
 static Talk *start_one(void)
 {

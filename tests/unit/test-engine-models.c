@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Models and the device, played: loading, room, unloading, reconfiguration, every fault, the heartbeat, and a storm of calls. */
 
-#include "tests/unit/engine-fake.h"
+#include "tests/fakes/fake.h"
 
 #include <fcntl.h>
 #include <jansson.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Beginnings of prompts that are kept for others, on a model that is played: who reuses what, and what gives way. */
 
-#include "tests/unit/engine-fake.h"
+#include "tests/fakes/fake.h"
 
 #define SYSTEM "You answer in one short sentence, whoever asks and whatever they ask."
 

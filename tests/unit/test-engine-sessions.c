@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sessions on a model that is played: reuse by ids, warm equals cold, crop, clone, and whose cache goes when memory is short. */
 
-#include "tests/unit/engine-fake.h"
+#include "tests/fakes/fake.h"
 
 #include <jansson.h>
 
@@ -159,11 +159,11 @@ static void recording_is_a_state_of_the_session(void **state)
     (void)state;
     assert_int_equal(ask_session(talk, ENGINE_QUERY_RECORD_SESSION, session, 1)->result, ENGINE_RESULT_DONE);
     say(talk, session, "0123456789", 6);
-    assert_true(fake_caches[0] && fake_caches[0]->recording);
+    assert_true(fake_cache_is_recording(0));
     assert_int_equal(number_of(ask_session(talk, ENGINE_QUERY_CROP_SESSION, session, -3), "length"), 12);
-    assert_true(fake_caches[0]->recording);
+    assert_true(fake_cache_is_recording(0));
     assert_int_equal(ask_session(talk, ENGINE_QUERY_RECORD_SESSION, session, 0)->result, ENGINE_RESULT_DONE);
-    assert_false(fake_caches[0]->recording);
+    assert_false(fake_cache_is_recording(0));
     talk_stop(talk);
 }
 
