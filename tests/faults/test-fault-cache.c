@@ -11,6 +11,7 @@
  * Some cases are taken from each row of cases, evenly spaced from a start that LEAT_FAULT_SEED moves (printed); LEAT_SOAK=1 takes all.
  */
 
+#include "tests/lib/fault-rig.h"
 #include "tests/lib/fault-script.h"
 #include "tests/lib/sim-rig.h"
 #include "tests/sim/clsim.h"
@@ -22,23 +23,12 @@
 
 #include <cmocka.h>
 
-#ifdef __SANITIZE_ADDRESS__ /* whose free() must be the first */
-#define PRELOAD
-#else
-#define PRELOAD " LD_PRELOAD=layer"
-#endif
-
-/* CLSIM_PART=1: pages of a cache at home on the device are written beside those that a kernel reads. */
-#define DEVICE                                                                                                                          \
-    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MEMORY=64M CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=4G "             \
-    "CLSIM_POISON=1 CLSIM_PART=1 CLSIM_CHECK=all CLSIM_MISUSE=71" PRELOAD
-
 /* What stands behind a command that failed is not known to be after it: races are not looked for.  PoCL never ends a kernel that waits for a
  * command which fails later: the device is then given up with what it holds, as one that hangs. */
-#define LATER  DEVICE " CLSIM_CHECK=host,callback,release,map ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0"
+#define LATER  FAULT_RIG_DEVICE " CLSIM_CHECK=host,callback,release,map ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0"
 /* What a device holds that hangs, or does not even tell what has ended, is left to it, and the host's memory with it; the test goes on with its
  * own. */
-#define STALLS DEVICE " CLSIM_CHECK=host,map ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0"
+#define STALLS FAULT_RIG_DEVICE " CLSIM_CHECK=host,map ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0"
 
 enum { MAX_ROWS = 160, N_PROMPT = 300 };
 
@@ -128,32 +118,11 @@ typedef struct Bench {
     bool hung; /* what a hung driver holds is left to it */
 } Bench;
 
-static bool is_none(const Bench *bench, const FaultLive *live)
-{
-    return live->objects == bench->none.objects && live->blocks == bench->none.blocks &&
-           live->mapped_bytes == bench->none.mapped_bytes && live->descriptors == bench->none.descriptors;
-}
-
-static void check_none_left(Bench *bench)
-{
-    FaultLive live;
-
-    /* The last callback of a driver may come a little later, and lets go of what it was given. */
-    for (int i = 0; i < 2000 && (fault_live(&live), !is_none(bench, &live)); i++)
-        (void)usleep(1000);
-    if (!is_none(bench, &live)) {
-        fault_print_blocks(bench->n_blocks_before);
-        script_fail(__FILE__, __LINE__, "left behind: %lld objects, %lld blocks, %lld mapped bytes, %lld descriptors",
-                    (long long)(live.objects - bench->none.objects), (long long)(live.blocks - bench->none.blocks),
-                    (long long)(live.mapped_bytes - bench->none.mapped_bytes), (long long)(live.descriptors - bench->none.descriptors));
-    }
-}
-
 static void close_world(Bench *bench)
 {
     script_world_close(&bench->world);
     if (!bench->hung)
-        check_none_left(bench);
+        fault_rig_check_none_left(&bench->none, bench->n_blocks_before);
     fault_live(&bench->none);
     bench->hung = false;
 }
@@ -229,17 +198,6 @@ static bool run_case(Bench *bench, bool layer)
     return hit;
 }
 
-/* How far apart the cases are, of which there are @n, when @wanted of them are enough. */
-static uint32_t stride_of(uint32_t n, uint32_t wanted)
-{
-    return getenv("LEAT_SOAK") || n <= wanted ? 1 : n / wanted;
-}
-
-static uint32_t seed(void)
-{
-    return (uint32_t)strtoul(getenv("LEAT_FAULT_SEED"), NULL, 10);
-}
-
 /* ---- scenarios ----------------------------------------------------------------------------------------------------- */
 
 static Bench bench;
@@ -252,9 +210,9 @@ static void every_call(const char *name)
     fault_count(false);
     run_clean(&bench);
     n = fault_n_calls();
-    stride = stride_of(n, 5);
+    stride = fault_rig_stride(n, 5);
     (void)printf("%s: %u calls of OpenCL\n", name, n);
-    for (uint32_t i = 1 + seed() % stride;; i += stride) {
+    for (uint32_t i = 1 + fault_rig_seed() % stride;; i += stride) {
         script_say("%s: call %u of OpenCL gives CL_OUT_OF_RESOURCES", name, i);
         fault_call(i, CL_OUT_OF_RESOURCES);
         if (!run_case(&bench, false))
@@ -274,14 +232,14 @@ static void every_site(const char *name)
     n_sites = fault_n_sites();
     for (size_t i = 0; i < n_sites; i++)
         n += (uint32_t)fault_site_at(i)->n_codes;
-    stride = stride_of(n, 5);
-    next = seed() % stride;
+    stride = fault_rig_stride(n, 5);
+    next = fault_rig_seed() % stride;
     (void)printf("%s: %zu places call OpenCL, %u cases\n", name, n_sites, n);
     for (size_t i = 0; i < n_sites; i++) {
         FaultSite site = *fault_site_at(i);
 
         for (uint32_t c = 0; c < site.n_codes; c++) {
-            uint32_t at = 1 + (seed() + c) % site.n_calls;
+            uint32_t at = 1 + (fault_rig_seed() + c) % site.n_calls;
 
             if (next-- > 0)
                 continue;
@@ -302,9 +260,9 @@ static void every_allocation(const char *name)
     fault_count(false);
     run_clean(&bench);
     n = fault_n_allocations();
-    stride = stride_of(n, 16);
+    stride = fault_rig_stride(n, 16);
     (void)printf("%s: %u allocations\n", name, n);
-    for (uint32_t i = 1 + seed() % stride;; i += stride) {
+    for (uint32_t i = 1 + fault_rig_seed() % stride;; i += stride) {
         script_say("%s: allocation %u", name, i);
         fault_allocation(i);
         if (!run_case(&bench, false))
@@ -332,8 +290,8 @@ static void layer_faults(const char *name, const char *function, const char *act
     CHECK(set_layer_faults(NULL) == CL_SUCCESS);
     run_clean(&bench);
     n = (uint32_t)count_layer_calls(function);
-    stride = stride_of(n, wanted);
-    for (uint32_t i = 1 + seed() % stride, k = 0; i <= n && (k < wanted || getenv("LEAT_SOAK")); i += stride, k++)
+    stride = fault_rig_stride(n, wanted);
+    for (uint32_t i = 1 + fault_rig_seed() % stride, k = 0; i <= n && (k < wanted || getenv("LEAT_SOAK")); i += stride, k++)
         layer_fault(name, function, i, action);
     layer_fault(name, function, n, action);
 }
@@ -358,7 +316,7 @@ static void stalls(const char *name)
     for (uint32_t i = 1; i <= 2; i++) {
         char fault[96];
 
-        (void)snprintf(fault, sizeof(fault), "clEnqueueNDRangeKernel:%u:stall", 1 + (seed() + 7 * i) % 20);
+        (void)snprintf(fault, sizeof(fault), "clEnqueueNDRangeKernel:%u:stall", 1 + (fault_rig_seed() + 7 * i) % 20);
         script_say("%s: %s", name, fault);
         CHECK(set_layer_faults(fault) == CL_SUCCESS);
         (void)run_case(&bench, true);
@@ -398,19 +356,19 @@ static void each_shape(const char *kind, const char *settings)
 static void a_failing_call_is_told_and_the_next_run_is_right(void **state)
 {
     (void)state;
-    each_shape("every_call", DEVICE);
+    each_shape("every_call", FAULT_RIG_DEVICE);
 }
 
 static void every_place_with_every_code(void **state)
 {
     (void)state;
-    each_shape("every_site", DEVICE);
+    each_shape("every_site", FAULT_RIG_DEVICE);
 }
 
 static void every_refused_allocation(void **state)
 {
     (void)state;
-    each_shape("every_allocation", DEVICE);
+    each_shape("every_allocation", FAULT_RIG_DEVICE);
 }
 
 static void every_command_that_fails_later(void **state)
@@ -438,8 +396,7 @@ int main(int argc, char **argv)
 
     if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
         return EXIT_SUCCESS;
-    (void)setenv("LEAT_FAULT_SEED", "1", 0);
-    print_message("LEAT_FAULT_SEED=%s\n", getenv("LEAT_FAULT_SEED"));
+    fault_rig_set_seed();
     cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

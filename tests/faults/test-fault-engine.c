@@ -9,32 +9,18 @@
 
 #include "quant/base/log.h"
 #include "tests/lib/engine-talk.h"
+#include "tests/lib/fault-rig.h"
 #include "tests/lib/fault-script.h"
 #include "tests/lib/sim-rig.h"
 #include "tests/sim/clsim.h"
 
 #include <sys/syscall.h>
 
-#ifdef __SANITIZE_ADDRESS__ /* whose free() must be the first */
-#define PRELOAD
-#else
-#define PRELOAD " LD_PRELOAD=layer"
-#endif
-
-#define DEVICE                                                                                                                          \
-    "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MEMORY=64M CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G CLSIM_LINK_RATE=4G "             \
-    "CLSIM_POISON=1 CLSIM_PART=1 CLSIM_CHECK=all CLSIM_MISUSE=71" PRELOAD
-
 enum { N_PROMPT = 40, N_TOKENS = 8, N_BEAMS = 3 };
 
 static char state_dir[] = "/tmp/leat-fault-XXXXXX", path[4096];
 static int32_t prompt[N_PROMPT];
 static Talk *talk;
-
-static uint32_t seed(void)
-{
-    return (uint32_t)strtoul(getenv("LEAT_FAULT_SEED"), NULL, 10);
-}
 
 /* ---- requests ------------------------------------------------------------------------------------------------------ */
 
@@ -165,11 +151,6 @@ static bool run_case(bool beams, clsim_set_faults_fn layer, Tally *tally)
     return hit;
 }
 
-static uint32_t stride_of(uint32_t n, uint32_t wanted)
-{
-    return getenv("LEAT_SOAK") || n <= wanted ? 1 : n / wanted;
-}
-
 static void say_tally(const char *what, uint32_t n, const Tally *tally)
 {
     (void)printf("%s: of %u %u cases, %u requests failed, %u went on\n", what, n, tally->n_cases, tally->n_failed, tally->n_survived);
@@ -228,19 +209,10 @@ static void open_engine(FaultLive *ret_none)
 
 static void close_engine(const FaultLive *none)
 {
-    FaultLive live;
     char command[64];
 
     talk = talk_free(talk);
-    for (int i = 0; i < 2000 && (fault_live(&live), live.objects != none->objects || live.blocks != none->blocks); i++)
-        talk_sleep(1000);
-    if (live.objects != none->objects || live.blocks != none->blocks || live.mapped_bytes != none->mapped_bytes ||
-        live.descriptors != none->descriptors) {
-        fault_print_blocks(0);
-        script_fail(__FILE__, __LINE__, "left behind: %lld objects, %lld blocks, %lld mapped bytes, %lld descriptors",
-                    (long long)(live.objects - none->objects), (long long)(live.blocks - none->blocks),
-                    (long long)(live.mapped_bytes - none->mapped_bytes), (long long)(live.descriptors - none->descriptors));
-    }
+    fault_rig_check_none_left(none, 0);
     (void)snprintf(command, sizeof(command), "rm -r %s", state_dir);
     CHECK(system(command) == 0);
 }
@@ -258,8 +230,8 @@ static void every_call(bool cold, uint32_t wanted)
     fault_count(false);
     ask_well(false);
     n = fault_n_calls();
-    stride = stride_of(n, wanted);
-    for (uint32_t i = 1 + seed() % stride; i <= n; i += stride) {
+    stride = fault_rig_stride(n, wanted);
+    for (uint32_t i = 1 + fault_rig_seed() % stride; i <= n; i += stride) {
         script_say("call %u of OpenCL of a %s request gives CL_OUT_OF_RESOURCES", i, cold ? "cold" : "warm");
         if (cold)
             unload();
@@ -280,8 +252,8 @@ static void every_allocation(bool cold, uint32_t wanted)
         fault_count(false);
         ask_well(beams);
         n = fault_n_allocations();
-        stride = stride_of(n, wanted);
-        for (uint32_t i = 1 + seed() % stride; i <= n; i += stride) {
+        stride = fault_rig_stride(n, wanted);
+        for (uint32_t i = 1 + fault_rig_seed() % stride; i <= n; i += stride) {
             script_say("allocation %u of a %s request%s", i, cold ? "cold" : "warm", beams ? " with beams" : "");
             if (cold)
                 unload();
@@ -305,7 +277,7 @@ static void every_event(uint32_t wanted)
         char fault[96];
 
         (void)snprintf(fault, sizeof(fault), "%s:%u:event=CL_OUT_OF_RESOURCES", i % 2 ? "clEnqueueNDRangeKernel" : "clEnqueueWriteBuffer",
-                       1 + (seed() + 13 * i) % (i % 2 ? 100 : 20));
+                       1 + (fault_rig_seed() + 13 * i) % (i % 2 ? 100 : 20));
         script_say("%s", fault);
         fault_count(false);
         CHECK(layer(fault) == CL_SUCCESS);
@@ -342,13 +314,13 @@ static const SimScenario scenarios[] = {{"calls", calls}, {"allocations", alloca
 static void whatever_fails_on_the_device_the_engine_serves_the_next_request(void **state)
 {
     (void)state;
-    sim_rig_run_well("calls", DEVICE);
+    sim_rig_run_well("calls", FAULT_RIG_DEVICE);
 }
 
 static void whatever_memory_is_refused_the_engine_serves_the_next_request(void **state)
 {
     (void)state;
-    sim_rig_run_well("allocations", DEVICE);
+    sim_rig_run_well("allocations", FAULT_RIG_DEVICE);
 }
 
 int main(int argc, char **argv)
@@ -360,8 +332,7 @@ int main(int argc, char **argv)
 
     if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
         return EXIT_SUCCESS;
-    (void)setenv("LEAT_FAULT_SEED", "1", 0);
-    print_message("LEAT_FAULT_SEED=%s\n", getenv("LEAT_FAULT_SEED"));
+    fault_rig_set_seed();
     cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
