@@ -4,10 +4,9 @@
  * byte for byte; recent tokens and sinks have the room they mean.  The sequence is longer than a page, the device packs.
  */
 
-#include "cache/kv-file.h"
 #include "daemon/config/config.h"
 #include "quant/base/half.h"
-#include "tests/lib/kv-bench.h"
+#include "tests/lib/kv-rig.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -21,14 +20,6 @@
 #define N_TOKENS 70u /* two pages and a rest */
 #define N_PAGES  2u
 #define CHUNK_PAGES 3u /* kv-file-internal.h */
-
-typedef struct Fixture {
-    Gpu *gpu;
-    KvBench bench;
-    float *more; /* what calibration measured besides the bench's means */
-} Fixture;
-
-static const uint8_t digest[KV_IMAGE_DIGEST] = {5};
 
 static KvPolicy policy_of(const char *const (*keys)[2], size_t n)
 {
@@ -51,9 +42,9 @@ static float to_tail(float x)
 }
 
 /* The page's keys and values as the tail has them, from the rows of the only pass; keys turned by their positions. */
-static void page_values(const Fixture *fixture, uint32_t layer, uint32_t page, float *ret_k, float *ret_v)
+static void page_values(const KvRig *rig, uint32_t layer, uint32_t page, float *ret_k, float *ret_v)
 {
-    const KvBench *bench = &fixture->bench;
+    const KvBench *bench = &rig->bench;
     const KvShape *s = &bench->model.shape;
     uint32_t half = s->rotary_dim / 2;
 
@@ -90,26 +81,10 @@ static void page_rope(const KvBench *bench, uint32_t page, float *ret)
         }
 }
 
-static KvImage *saved(KvStore *store, KvCache *cache)
-{
-    KvImageFacts facts = {.layout = kv_store_layout(store)};
-    KvSave *save = NULL;
-    KvImage *image = NULL;
-    int fd = memfd_create("saved", MFD_CLOEXEC);
-
-    memcpy(facts.model, digest, sizeof(digest));
-    assert_int_equal(kv_save_begin(cache, digest, "", 0, &save, NULL), 0);
-    assert_int_equal(kv_save_write(save, fd), 0);
-    (void)kv_save_end(save);
-    assert_int_equal(kv_image_open(fd, "saved", &facts, false, &image, NULL), 0);
-    (void)close(fd);
-    return image;
-}
-
 /* Layer @l of what was saved is packed in @form. */
-static void assert_packed(Fixture *fixture, const KvImage *image, uint32_t l, KvForm form, const char *what)
+static void assert_packed(KvRig *rig, const KvImage *image, uint32_t l, KvForm form, const char *what)
 {
-    const KvShape *shape = &fixture->bench.model.shape;
+    const KvShape *shape = &rig->bench.model.shape;
     const KvImageChunk *chunk = kv_image_find(image, CHUNK_PAGES, l, 0);
     float k[KV_PAGE_TOKENS * 128], v[KV_PAGE_TOKENS * 128], rope[KV_PAGE_TOKENS * 64];
     _cleanup_(freep) uint8_t *page = NULL;
@@ -121,39 +96,39 @@ static void assert_packed(Fixture *fixture, const KvImage *image, uint32_t l, Kv
         fail_msg("%s: layer %u has %llu bytes, not %u pages of %u", what, l, chunk ? (unsigned long long)chunk->bytes : 0, N_PAGES,
                  layout.page_bytes);
     for (uint32_t p = 0; p < N_PAGES; p++) {
-        page_values(fixture, l, p, k, v);
-        page_rope(&fixture->bench, p, rope);
-        kv_pack_page(form, shape, &fixture->bench.calibration[l], rope, k, v, page);
+        page_values(rig, l, p, k, v);
+        page_rope(&rig->bench, p, rope);
+        kv_pack_page(form, shape, &rig->bench.calibration[l], rope, k, v, page);
         if (memcmp(page, (const uint8_t *)chunk->data + (size_t)p * layout.page_bytes, layout.page_bytes) != 0)
             fail_msg("%s: page %u of layer %u is packed differently", what, p, l);
     }
 }
 
-static void check(Fixture *fixture, const char *const (*keys)[2], size_t n, const KvForm *forms)
+static void check(KvRig *rig, const char *const (*keys)[2], size_t n, const KvForm *forms)
 {
     KvPolicy policy = policy_of(keys, n);
-    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
+    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, N_TOKENS);
     _cleanup_(kv_image_freep) KvImage *image = NULL;
-    ErrorDetail detail = ERROR_DETAIL_NULL;
     uint64_t tail = 0, used[GPU_PURPOSE_X_MAX], before, after;
-    KvStore *store = NULL;
-    KvCache *cache = NULL;
+    KvStore *store;
+    KvCache *cache;
     KvPlan plan;
+    int fd;
 
     policy.max_cache_tokens = 128;
-    gpu_memory_used(fixture->gpu, used, &before);
-    if (kv_store_new(fixture->gpu, &fixture->bench.model, &policy, &store, &detail))
-        fail_msg("%s: %s", keys[0][1], detail.text);
-    gpu_memory_used(fixture->gpu, used, &after);
-    if (kv_cache_new(store, &cache, &detail))
-        fail_msg("%s: %s", keys[0][1], detail.text);
-    kv_bench_run(&fixture->bench, store, cache, stream, N_TOKENS, N_TOKENS);
-    image = saved(store, cache);
+    gpu_memory_used(rig->gpu, used, &before);
+    store = kv_rig_store(rig, &policy);
+    gpu_memory_used(rig->gpu, used, &after);
+    cache = kv_rig_cache(store);
+    kv_bench_run(&rig->bench, store, cache, stream, N_TOKENS, N_TOKENS);
+    fd = kv_rig_save(cache, "");
+    image = kv_rig_image(store, fd, false);
+    (void)close(fd);
     for (uint32_t l = 0; l < KV_BENCH_LAYERS; l++) {
-        assert_packed(fixture, image, l, forms[l], keys[0][1]);
+        assert_packed(rig, image, l, forms[l], keys[0][1]);
         tail += (uint64_t)(forms[l].tail_tokens + KV_PAGE_TOKENS + forms[l].sink_tokens) * 2 * (64 + 64) * 2;
     }
-    assert_int_equal(kv_store_plan(gpu_info(fixture->gpu), &fixture->bench.model, &policy, &plan, NULL), 0);
+    assert_int_equal(kv_store_plan(gpu_info(rig->gpu), &rig->bench.model, &policy, &plan, NULL), 0);
     assert_int_equal(plan.tail_bytes, tail);
     assert_int_equal(plan.staging_bytes + plan.tail_bytes + plan.operand_bytes + plan.device_page_bytes, after - before);
     kv_cache_free(cache);
@@ -230,29 +205,24 @@ static void a_file_of_other_bits_is_refused_with_the_reason(void **state)
 {
     static const char *const keys[][2] = {{"nbits_key", "5"}, {"nbits_value", "4"}, {"nbits_layers", "1:3/6"}};
     static const char *const others[][2] = {{"0-1:5/4", ""}, {"0:3/6", ""}, {"0-1:3/6", ""}};
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policy = policy_of(keys, N_ELEMENTS(keys));
-    KvImageFacts facts = {.n_tokens = 0};
-    KvStore *store = NULL;
-    KvCache *cache = NULL;
-    KvSave *save = NULL;
-    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
-    int fd = memfd_create("saved", MFD_CLOEXEC);
+    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, N_TOKENS);
+    KvStore *store;
+    KvCache *cache;
+    int fd;
 
     policy.max_cache_tokens = 128;
-    assert_int_equal(kv_store_new(fixture->gpu, &fixture->bench.model, &policy, &store, NULL), 0);
-    assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
-    kv_bench_run(&fixture->bench, store, cache, stream, N_TOKENS, N_TOKENS);
-    assert_int_equal(kv_save_begin(cache, digest, "", 0, &save, NULL), 0);
-    assert_int_equal(kv_save_write(save, fd), 0);
-    (void)kv_save_end(save);
-    memcpy(facts.model, digest, sizeof(digest));
+    store = kv_rig_store(rig, &policy);
+    cache = kv_rig_cache(store);
+    kv_bench_run(&rig->bench, store, cache, stream, N_TOKENS, N_TOKENS);
+    fd = kv_rig_save(cache, "");
     for (size_t i = 0; i < N_ELEMENTS(others); i++) {
         const char *const changed[][2] = {{"nbits_key", "5"}, {"nbits_value", "4"}, {"nbits_layers", others[i][0]}};
         KvPolicy other = policy_of(changed, N_ELEMENTS(changed));
         ErrorDetail detail = ERROR_DETAIL_NULL;
         KvImage *image = NULL;
-        KvStore *to = NULL;
+        KvStore *to;
 
         other.max_cache_tokens = 128;
         if (i == 0) { /* the same bits by other words are another fingerprint only when they differ */
@@ -261,15 +231,12 @@ static void a_file_of_other_bits_is_refused_with_the_reason(void **state)
             same.form.k_bits = 3;
             same.form.v_bits = 6;
             same.layer_bits[0] = (KvLayerBits){0, 0, 5, 4};
-            assert_int_equal(kv_store_new(fixture->gpu, &fixture->bench.model, &same, &to, NULL), 0);
-            facts.layout = kv_store_layout(to);
-            assert_int_equal(kv_image_open(fd, "saved", &facts, false, &image, NULL), 0);
-            image = kv_image_free(image);
+            to = kv_rig_store(rig, &same);
+            image = kv_image_free(kv_rig_image(to, fd, false));
             to = kv_store_free(to);
         }
-        assert_int_equal(kv_store_new(fixture->gpu, &fixture->bench.model, &other, &to, NULL), 0);
-        facts.layout = kv_store_layout(to);
-        assert_int_equal(kv_image_open(fd, "saved", &facts, false, &image, &detail), KV_IMAGE_E_DIFFERENT);
+        to = kv_rig_store(rig, &other);
+        assert_int_equal(kv_rig_open(to, fd, false, &image, &detail), KV_IMAGE_E_DIFFERENT);
         assert_non_null(strstr(detail.text, "another form of the cache"));
         kv_store_free(to);
     }
@@ -280,35 +247,25 @@ static void a_file_of_other_bits_is_refused_with_the_reason(void **state)
 
 static int setup(void **state)
 {
-    static Fixture fixture;
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
-    ErrorDetail detail = ERROR_DETAIL_NULL;
+    static float more[2 * 128]; /* what calibration measured besides the bench's means */
+    KvRig *rig = kv_rig_new(1);
 
-    if (gpu_open(&options, &fixture.gpu, &detail))
-        fail_msg("%s", detail.text);
-    kv_bench_init(&fixture.bench, fixture.gpu, 1);
-    fixture.more = calloc(2 * 128, sizeof(float));
-    assert_non_null(fixture.more);
     for (uint32_t i = 0; i < 128; i++) {
-        fixture.more[i] = 0.3f - (float)i / 200.0f;
-        fixture.more[128 + i] = 1.0f + (float)(i % 32) / 64.0f; /* equal for both of a rotary pair */
+        more[i] = 0.3f - (float)i / 200.0f;
+        more[128 + i] = 1.0f + (float)(i % 32) / 64.0f; /* equal for both of a rotary pair */
     }
     for (uint32_t l = 0; l < KV_BENCH_LAYERS; l++) {
-        fixture.bench.calibration[l].k_turned_mean = fixture.more;
-        fixture.bench.calibration[l].k_pair_scale = fixture.more + 128;
-        fixture.bench.calibration[l].k_largest = fixture.bench.calibration[l].v_largest = 3.0f;
+        rig->bench.calibration[l].k_turned_mean = more;
+        rig->bench.calibration[l].k_pair_scale = more + 128;
+        rig->bench.calibration[l].k_largest = rig->bench.calibration[l].v_largest = 3.0f;
     }
-    *state = &fixture;
+    *state = rig;
     return 0;
 }
 
 static int teardown(void **state)
 {
-    Fixture *fixture = *state;
-
-    kv_bench_deinit(&fixture->bench);
-    free(fixture->more);
-    (void)gpu_free(fixture->gpu);
+    *state = kv_rig_free(*state);
     return 0;
 }
 

@@ -4,9 +4,8 @@
  * on with the same bits as one that was left alone; what cannot be exact is refused by name and changes nothing.
  */
 
-#include "cache/kv-file.h"
 #include "cache/kv-migrate.h"
-#include "tests/lib/kv-bench.h"
+#include "tests/lib/kv-rig.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -16,13 +15,6 @@
 #include <cmocka.h>
 
 #define SEED 31u
-
-typedef struct Fixture {
-    Gpu *gpu;
-    KvBench bench;
-} Fixture;
-
-static const uint8_t digest[KV_IMAGE_DIGEST] = {9, 8, 7};
 
 static const KvQuantRequest requests[] = {
     {.backend = "quanto", .has_residual_length = true, .residual_length = 4},
@@ -60,25 +52,7 @@ static KvPolicy policy_of(size_t i)
     return policy;
 }
 
-static KvStore *store_new(Fixture *fixture, const KvPolicy *policy)
-{
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    KvStore *store = NULL;
-
-    if (kv_store_new(fixture->gpu, &fixture->bench.model, policy, &store, &detail))
-        fail_msg("%s", detail.text);
-    return store;
-}
-
-static KvCache *cache_new(KvStore *store)
-{
-    KvCache *cache = NULL;
-
-    assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
-    return cache;
-}
-
-static void happen(Fixture *fixture, KvStore *store, KvCache *cache, KvStream *stream, uint32_t from, uint32_t end)
+static void happen(KvRig *rig, KvStore *store, KvCache *cache, KvStream *stream, uint32_t from, uint32_t end)
 {
     for (uint32_t i = from; i < end; i++) {
         const Event *e = &events[i];
@@ -90,89 +64,66 @@ static void happen(Fixture *fixture, KvStore *store, KvCache *cache, KvStream *s
             continue;
         }
         kv_cache_set_more(cache, e->more);
-        kv_bench_run(&fixture->bench, store, cache, stream, length + e->n_tokens, e->n_tokens);
+        kv_bench_run(&rig->bench, store, cache, stream, length + e->n_tokens, e->n_tokens);
     }
 }
 
-static void assert_same_out(const Fixture *fixture, const KvStream *a, const KvStream *b, const char *what, size_t i, uint32_t cut)
+static void assert_same_out(const KvRig *rig, const KvStream *a, const KvStream *b, const char *what, size_t i, uint32_t cut)
 {
-    size_t bytes = (size_t)KV_BENCH_MAX_TOKENS * KV_BENCH_LAYERS * fixture->bench.out_width * sizeof(float);
-
-    if (memcmp(a->out, b->out, bytes) != 0)
+    if (memcmp(a->out, b->out, kv_rig_out_bytes(rig, KV_BENCH_MAX_TOKENS)) != 0)
         fail_msg("%s: %s differs, cut before event %u", requests[i].backend, what, cut);
 }
 
-static KvStream *straight(Fixture *fixture, size_t i, KvBytes *ret_bytes)
+static KvStream *straight(KvRig *rig, size_t i, KvBytes *ret_bytes)
 {
     KvPolicy policy = policy_of(i);
-    _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, &policy);
-    _cleanup_(kv_cache_freep) KvCache *cache = cache_new(store);
-    KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100);
+    _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, &policy);
+    _cleanup_(kv_cache_freep) KvCache *cache = kv_rig_cache(store);
+    KvStream *stream = kv_stream_new(&rig->bench, SEED, 100);
 
-    happen(fixture, store, cache, stream, 0, N_EVENTS);
+    happen(rig, store, cache, stream, 0, N_EVENTS);
     kv_cache_bytes(cache, ret_bytes);
     return stream;
 }
 
-static int save_file(KvCache *cache)
-{
-    _cleanup_(kv_save_endp) KvSave *save = NULL;
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    int fd = memfd_create("saved", MFD_CLOEXEC);
-
-    if (kv_save_begin(cache, digest, "the ids", 7, &save, &detail))
-        fail_msg("%s", detail.text);
-    assert_int_equal(kv_save_write(save, fd), 0);
-    assert_int_equal(lseek(fd, 0, SEEK_END), kv_save_bytes(save));
-    return fd;
-}
-
-static int open_file(const KvStore *store, int fd, KvImage **ret, ErrorDetail *reterr)
-{
-    KvImageFacts facts = {.layout = kv_store_layout(store)};
-
-    memcpy(facts.model, digest, sizeof(digest));
-    return kv_image_open(fd, "saved", &facts, false, ret, reterr);
-}
-
 static KvCache *restore(KvStore *store, int fd)
 {
-    _cleanup_(kv_image_freep) KvImage *image = NULL;
+    _cleanup_(kv_image_freep) KvImage *image = kv_rig_image(store, fd, false);
     ErrorDetail detail = ERROR_DETAIL_NULL;
     KvCache *cache = NULL;
 
-    if (open_file(store, fd, &image, &detail) || kv_restore(store, image, &cache, &detail))
+    if (kv_restore(store, image, &cache, &detail))
         fail_msg("%s", detail.text);
     return cache;
 }
 
 static void compat_is_saved_and_restored_at_every_place_of_its_schedule(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
 
     for (size_t i = 0; i < N_ELEMENTS(requests); i++) {
         KvPolicy policy = policy_of(i);
         KvBytes expected, got;
-        _cleanup_(kv_stream_freep) KvStream *alone = straight(fixture, i, &expected);
+        _cleanup_(kv_stream_freep) KvStream *alone = straight(rig, i, &expected);
 
         for (uint32_t cut = 1; cut < N_EVENTS; cut++) {
-            _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100);
-            KvStore *store = store_new(fixture, &policy);
-            KvCache *cache = cache_new(store);
+            _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 100);
+            KvStore *store = kv_rig_store(rig, &policy);
+            KvCache *cache = kv_rig_cache(store);
             uint32_t length;
             int fd;
 
-            happen(fixture, store, cache, stream, 0, cut);
+            happen(rig, store, cache, stream, 0, cut);
             length = kv_cache_length(cache);
-            fd = save_file(cache);
+            fd = kv_rig_save(cache, "the ids");
             kv_cache_free(cache);
             kv_store_free(store);
             policy.max_cache_tokens = 64 + cut;
-            store = store_new(fixture, &policy);
+            store = kv_rig_store(rig, &policy);
             cache = restore(store, fd);
             assert_int_equal(kv_cache_length(cache), length);
-            happen(fixture, store, cache, stream, cut, N_EVENTS);
-            assert_same_out(fixture, alone, stream, "restored", i, cut);
+            happen(rig, store, cache, stream, cut, N_EVENTS);
+            assert_same_out(rig, alone, stream, "restored", i, cut);
             kv_cache_bytes(cache, &got);
             assert_int_equal(got.length, expected.length);
             kv_cache_free(cache);
@@ -184,12 +135,12 @@ static void compat_is_saved_and_restored_at_every_place_of_its_schedule(void **s
 
 static void compat_moves_to_a_store_of_the_same_keys_with_the_same_bits(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
 
     for (size_t i = 0; i < N_ELEMENTS(requests); i++) {
         KvPolicy policy = policy_of(i), other = policy;
         KvBytes bytes;
-        _cleanup_(kv_stream_freep) KvStream *alone = straight(fixture, i, &bytes);
+        _cleanup_(kv_stream_freep) KvStream *alone = straight(rig, i, &bytes);
 
         /* None of the axes is of matter here. */
         other.growth = KV_GROWTH_STATIC;
@@ -198,16 +149,16 @@ static void compat_moves_to_a_store_of_the_same_keys_with_the_same_bits(void **s
         other.n_slots = 1;
         other.max_cache_tokens = 128;
         for (uint32_t cut = 1; cut < N_EVENTS; cut += 2) {
-            _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100);
-            KvStore *store = store_new(fixture, &policy), *target = store_new(fixture, &other);
-            KvCache *cache = cache_new(store);
+            _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 100);
+            KvStore *store = kv_rig_store(rig, &policy), *target = kv_rig_store(rig, &other);
+            KvCache *cache = kv_rig_cache(store);
 
-            happen(fixture, store, cache, stream, 0, cut);
+            happen(rig, store, cache, stream, 0, cut);
             assert_true(kv_store_is_same(store, target));
             assert_int_equal(kv_store_migrate(store, target, false, NULL), 0);
             kv_store_free(store);
-            happen(fixture, target, cache, stream, cut, N_EVENTS);
-            assert_same_out(fixture, alone, stream, "moved", i, cut);
+            happen(rig, target, cache, stream, cut, N_EVENTS);
+            assert_same_out(rig, alone, stream, "moved", i, cut);
             kv_cache_free(cache);
             kv_store_free(target);
         }
@@ -215,14 +166,14 @@ static void compat_moves_to_a_store_of_the_same_keys_with_the_same_bits(void **s
 }
 
 /* From @store to another of @policy; afterwards the sequence goes on where it was. */
-static void refuse_move(Fixture *fixture, const KvPolicy *from, const KvPolicy *to, const char *named)
+static void refuse_move(KvRig *rig, const KvPolicy *from, const KvPolicy *to, const char *named)
 {
-    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100), *alone = kv_stream_new(&fixture->bench, SEED, 100);
-    KvStore *store = store_new(fixture, from), *target = store_new(fixture, to);
-    KvCache *cache = cache_new(store), *other = cache_new(store);
+    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 100), *alone = kv_stream_new(&rig->bench, SEED, 100);
+    KvStore *store = kv_rig_store(rig, from), *target = kv_rig_store(rig, to);
+    KvCache *cache = kv_rig_cache(store), *other = kv_rig_cache(store);
 
-    happen(fixture, store, other, alone, 0, 6);
-    happen(fixture, store, cache, stream, 0, 4);
+    happen(rig, store, other, alone, 0, 6);
+    happen(rig, store, cache, stream, 0, 4);
     for (int lossy = 0; lossy < 2; lossy++) {
         ErrorDetail detail = ERROR_DETAIL_NULL;
 
@@ -231,8 +182,8 @@ static void refuse_move(Fixture *fixture, const KvPolicy *from, const KvPolicy *
             fail_msg("'%s' does not say '%s'", detail.text, named);
     }
     assert_false(kv_store_is_same(store, target));
-    happen(fixture, store, cache, stream, 4, 6);
-    assert_same_out(fixture, alone, stream, "after a refusal", 0, 4);
+    happen(rig, store, cache, stream, 4, 6);
+    assert_same_out(rig, alone, stream, "after a refusal", 0, 4);
     kv_cache_free(cache);
     kv_cache_free(other);
     kv_store_free(store);
@@ -241,35 +192,35 @@ static void refuse_move(Fixture *fixture, const KvPolicy *from, const KvPolicy *
 
 static void compat_does_not_move_where_it_would_have_other_numbers(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy pages = kv_bench_policy(KV_STRATEGY_DYNAMIC, KV_FORM_F32), compatible = policy_of(3);
 
-    refuse_move(fixture, &compatible, &pages, "to pages");
-    refuse_move(fixture, &pages, &compatible, "from pages to hqq of 4 bits, axes 1 and 1, groups of 64, residual of 4");
+    refuse_move(rig, &compatible, &pages, "to pages");
+    refuse_move(rig, &pages, &compatible, "from pages to hqq of 4 bits, axes 1 and 1, groups of 64, residual of 4");
     for (size_t i = 0; i < N_ELEMENTS(requests); i++) {
         KvPolicy other = policy_of(i);
 
         if (i != 3)
-            refuse_move(fixture, &compatible, &other, requests[i].backend);
+            refuse_move(rig, &compatible, &other, requests[i].backend);
     }
     compatible = policy_of(0);
     pages = compatible;
     pages.compatible.residual_length = 5;
-    refuse_move(fixture, &compatible, &pages, "residual of 5");
+    refuse_move(rig, &compatible, &pages, "residual of 5");
 }
 
 static void compat_saved_with_other_keys_is_refused(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policy = policy_of(3);
-    _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, &policy);
-    _cleanup_(kv_cache_freep) KvCache *cache = cache_new(store);
-    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100);
+    _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, &policy);
+    _cleanup_(kv_cache_freep) KvCache *cache = kv_rig_cache(store);
+    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 100);
     KvPolicy others[7];
     int fd;
 
-    happen(fixture, store, cache, stream, 0, 4);
-    fd = save_file(cache);
+    happen(rig, store, cache, stream, 0, 4);
+    fd = kv_rig_save(cache, "the ids");
     for (size_t i = 0; i < N_ELEMENTS(others); i++)
         others[i] = policy;
     others[0].compatible.nbits = 8;
@@ -280,63 +231,44 @@ static void compat_saved_with_other_keys_is_refused(void **state)
     others[5].compatible.backend = KV_BACKEND_QUANTO;
     others[6] = kv_bench_policy(KV_STRATEGY_DYNAMIC, KV_FORM_F32);
     for (size_t i = 0; i < N_ELEMENTS(others); i++) {
-        KvStore *other = store_new(fixture, &others[i]);
+        KvStore *other = kv_rig_store(rig, &others[i]);
         ErrorDetail detail = ERROR_DETAIL_NULL;
         KvImage *image = NULL;
 
-        assert_int_equal(open_file(other, fd, &image, &detail), KV_IMAGE_E_DIFFERENT);
+        assert_int_equal(kv_rig_open(other, fd, false, &image, &detail), KV_IMAGE_E_DIFFERENT);
         assert_non_null(strstr(detail.text, "another form of the cache"));
         kv_store_free(other);
     }
     (void)close(fd);
 }
 
-/* The image with one number of a record changed, or one chunk cut by a byte, with hashes that agree. */
-static KvImage *forge(const KvStore *store, int fd, uint32_t chunk_index, size_t at, uint32_t value, bool cut)
+/* The image with one number of a record changed, or without its last byte. */
+static KvImage *forge(const KvStore *store, const KvImage *image, uint32_t chunk, size_t at, uint32_t value, bool cut)
 {
-    _cleanup_(kv_image_freep) KvImage *image = NULL, *forged = NULL;
-    KvImage *opened = NULL;
-    uint8_t record[32];
-    int out = memfd_create("forged", MFD_CLOEXEC);
+    int fd = kv_rig_forge(image, &image->chunks[chunk], at, value, cut);
+    KvImage *forged = kv_rig_image(store, fd, false);
 
-    assert_int_equal(open_file(store, fd, &image, NULL), 0);
-    forged = kv_image_new(&image->facts);
-    for (uint32_t i = 0; i < image->n_chunks; i++) {
-        const KvImageChunk *chunk = &image->chunks[i];
-        bool here = i == chunk_index;
-        size_t head = here && !cut ? sizeof(record) : 0, rest = chunk->bytes - head - (here && cut);
-
-        assert_int_equal(kv_image_chunk(forged, chunk->kind, chunk->a, chunk->b), 0);
-        if (head > 0) {
-            memcpy(record, chunk->data, sizeof(record));
-            memcpy(record + at, &value, sizeof(value));
-            assert_int_equal(kv_image_piece(forged, record, sizeof(record)), 0);
-        }
-        assert_int_equal(kv_image_piece(forged, (const uint8_t *)chunk->data + head, rest), 0);
-    }
-    assert_int_equal(kv_image_write(forged, out), 0);
-    assert_int_equal(open_file(store, out, &opened, NULL), 0);
-    (void)close(out);
-    return opened;
+    (void)close(fd);
+    return forged;
 }
 
 static void compat_file_that_does_not_add_up_is_refused(void **state)
 {
     static const uint32_t values[] = {0, 1, 3, 39, 0x7fffffff, UINT32_MAX};
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     uint32_t n_refused = 0;
 
     for (size_t i = 0; i < N_ELEMENTS(requests); i += 3) {
         KvPolicy policy = policy_of(i);
-        _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, &policy);
-        _cleanup_(kv_cache_freep) KvCache *cache = cache_new(store);
-        _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100);
+        _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, &policy);
+        _cleanup_(kv_cache_freep) KvCache *cache = kv_rig_cache(store);
+        _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 100);
         _cleanup_(kv_image_freep) KvImage *image = NULL;
         int fd;
 
-        happen(fixture, store, cache, stream, 0, 10); /* codes, a residual of fewer than three tokens, three pending ones */
-        fd = save_file(cache);
-        assert_int_equal(open_file(store, fd, &image, NULL), 0);
+        happen(rig, store, cache, stream, 0, 10); /* codes, a residual of fewer than three tokens, three pending ones */
+        fd = kv_rig_save(cache, "the ids");
+        image = kv_rig_image(store, fd, false);
         for (uint32_t c = 0; c < image->n_chunks; c++) {
             /* n_counted, n_residual, n_pending, n_stored, whether each value is its own group; and an end that is missing */
             static const size_t places[] = {0, 4, 8, 12, 28, SIZE_MAX};
@@ -354,13 +286,13 @@ static void compat_file_that_does_not_add_up_is_refused(void **state)
                     memcpy(&now, (const uint8_t *)image->chunks[c].data + (cut ? 0 : places[p]), sizeof(now));
                     if (!cut && now == values[v])
                         continue;
-                    forged = forge(store, fd, c, cut ? 0 : places[p], values[v], cut);
+                    forged = forge(store, image, c, cut ? 0 : places[p], values[v], cut);
                     if (kv_restore(store, forged, &got, &detail) != -EBADMSG || got)
                         fail_msg("%s: chunk %u with %u at %zu is taken: %s", requests[i].backend, c, values[v], places[p], detail.text);
                     n_refused++;
                 }
         }
-        happen(fixture, store, cache, stream, 10, N_EVENTS);
+        happen(rig, store, cache, stream, 10, N_EVENTS);
         (void)close(fd);
     }
     print_message("%u forged files refused\n", n_refused);
@@ -369,21 +301,21 @@ static void compat_file_that_does_not_add_up_is_refused(void **state)
 
 static void compat_file_beyond_the_context_is_refused(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policy = policy_of(0);
-    KvStore *store = store_new(fixture, &policy);
-    KvCache *cache = cache_new(store), *got = NULL;
-    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100);
+    KvStore *store = kv_rig_store(rig, &policy);
+    KvCache *cache = kv_rig_cache(store), *got = NULL;
+    _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 100);
     _cleanup_(kv_image_freep) KvImage *image = NULL;
     int fd;
 
-    happen(fixture, store, cache, stream, 0, 4);
-    fd = save_file(cache);
+    happen(rig, store, cache, stream, 0, 4);
+    fd = kv_rig_save(cache, "the ids");
     kv_cache_free(cache);
     kv_store_free(store);
     policy.max_cache_tokens = 38;
-    store = store_new(fixture, &policy);
-    assert_int_equal(open_file(store, fd, &image, NULL), 0);
+    store = kv_rig_store(rig, &policy);
+    image = kv_rig_image(store, fd, false);
     assert_int_equal(kv_restore(store, image, &got, NULL), KV_E_CONTEXT);
     kv_store_free(store);
     (void)close(fd);
@@ -391,28 +323,28 @@ static void compat_file_beyond_the_context_is_refused(void **state)
 
 static void compat_fork_and_clear_leave_the_others_alone(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
 
     for (size_t i = 0; i < N_ELEMENTS(requests); i++) {
         KvPolicy policy = policy_of(i);
         KvBytes bytes;
-        _cleanup_(kv_stream_freep) KvStream *alone = straight(fixture, i, &bytes), *other = kv_stream_new(&fixture->bench, SEED + 1, 100);
-        _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, &policy);
+        _cleanup_(kv_stream_freep) KvStream *alone = straight(rig, i, &bytes), *other = kv_stream_new(&rig->bench, SEED + 1, 100);
+        _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, &policy);
 
         for (uint32_t cut = 1; cut < N_EVENTS; cut += 3) {
-            _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 100);
-            KvCache *cache = cache_new(store), *fork = NULL;
+            _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 100);
+            KvCache *cache = kv_rig_cache(store), *fork = NULL;
 
-            happen(fixture, store, cache, stream, 0, cut);
+            happen(rig, store, cache, stream, 0, cut);
             assert_int_equal(kv_cache_fork(cache, &fork, NULL), 0);
-            happen(fixture, store, cache, other, cut, N_EVENTS);
+            happen(rig, store, cache, other, cut, N_EVENTS);
             assert_int_equal(kv_cache_clear(cache), 0);
             assert_int_equal(kv_cache_length(cache), 0);
-            happen(fixture, store, fork, stream, cut, N_EVENTS);
-            assert_same_out(fixture, alone, stream, "a fork", i, cut);
-            memset(stream->out, 0, (size_t)KV_BENCH_MAX_TOKENS * KV_BENCH_LAYERS * fixture->bench.out_width * sizeof(float));
-            happen(fixture, store, cache, stream, 0, N_EVENTS);
-            assert_same_out(fixture, alone, stream, "one that was cleared", i, cut);
+            happen(rig, store, fork, stream, cut, N_EVENTS);
+            assert_same_out(rig, alone, stream, "a fork", i, cut);
+            memset(stream->out, 0, kv_rig_out_bytes(rig, KV_BENCH_MAX_TOKENS));
+            happen(rig, store, cache, stream, 0, N_EVENTS);
+            assert_same_out(rig, alone, stream, "one that was cleared", i, cut);
             kv_cache_free(cache);
             kv_cache_free(fork);
         }
@@ -423,29 +355,29 @@ static void compat_fork_and_clear_leave_the_others_alone(void **state)
 static void compat_rows_move_where_they_are_coded_apart(void **state)
 {
     static const uint32_t order[] = {1, 1, 0};
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
 
     for (size_t i = 0; i < N_ELEMENTS(requests); i++) {
         KvPolicy policy = policy_of(i);
-        _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, &policy);
-        KvCache *caches[3] = {cache_new(store), cache_new(store)};
+        _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, &policy);
+        KvCache *caches[3] = {kv_rig_cache(store), kv_rig_cache(store)};
         KvStream *streams[3];
         bool apart = kv_quant_rows_are_apart(&policy.compatible);
         ErrorDetail detail = ERROR_DETAIL_NULL;
         int r;
 
         for (uint32_t s = 0; s < 3; s++)
-            streams[s] = kv_stream_new(&fixture->bench, s == 2 ? SEED : SEED + 1 - s, 100);
-        happen(fixture, store, caches[0], streams[2], 0, 5); /* SEED, SEED */
-        happen(fixture, store, caches[1], streams[0], 0, 5); /* SEED + 1 */
+            streams[s] = kv_stream_new(&rig->bench, s == 2 ? SEED : SEED + 1 - s, 100);
+        happen(rig, store, caches[0], streams[2], 0, 5); /* SEED, SEED */
+        happen(rig, store, caches[1], streams[0], 0, 5); /* SEED + 1 */
         r = kv_caches_select(caches, 2, order, 3, &detail);
         assert_int_equal(r, apart ? 0 : -ENOTSUP);
         if (apart) {
             KvBytes bytes;
-            KvStream *alone = straight(fixture, i, &bytes);
+            KvStream *alone = straight(rig, i, &bytes);
 
-            happen(fixture, store, caches[2], streams[2], 5, N_EVENTS);
-            assert_same_out(fixture, alone, streams[2], "a row", i, 5);
+            happen(rig, store, caches[2], streams[2], 5, N_EVENTS);
+            assert_same_out(rig, alone, streams[2], "a row", i, 5);
             kv_stream_free(alone);
         } else {
             assert_non_null(strstr(detail.text, requests[i].backend));
@@ -461,33 +393,33 @@ static void compat_rows_move_where_they_are_coded_apart(void **state)
 
 static void compat_keeps_no_more_than_it_plans_and_its_budget_allows(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
 
     for (size_t i = 0; i < N_ELEMENTS(requests); i++) {
         KvPolicy policy = policy_of(i);
-        KvStore *store = store_new(fixture, &policy);
-        KvCache *cache = cache_new(store);
-        _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&fixture->bench, SEED, 512);
+        KvStore *store = kv_rig_store(rig, &policy);
+        KvCache *cache = kv_rig_cache(store);
+        _cleanup_(kv_stream_freep) KvStream *stream = kv_stream_new(&rig->bench, SEED, 512);
         ErrorDetail detail = ERROR_DETAIL_NULL;
         KvBytes bytes;
         KvPlan plan;
 
-        assert_int_equal(kv_store_plan(gpu_info(fixture->gpu), &fixture->bench.model, &policy, &plan, NULL), 0);
+        assert_int_equal(kv_store_plan(gpu_info(rig->gpu), &rig->bench.model, &policy, &plan, NULL), 0);
         assert_true(plan.host_bytes_per_token > 0);
-        kv_bench_run(&fixture->bench, store, cache, stream, 300, 300);
-        kv_bench_run(&fixture->bench, store, cache, stream, 330, 3);
+        kv_bench_run(&rig->bench, store, cache, stream, 300, 300);
+        kv_bench_run(&rig->bench, store, cache, stream, 330, 3);
         kv_cache_bytes(cache, &bytes);
         assert_int_equal(bytes.n_pages, 0);
         assert_in_range(bytes.host, 300 * plan.host_bytes_per_token, 331 * plan.host_bytes_per_token + plan.host_window_bytes);
         kv_cache_free(cache);
         kv_store_free(store);
         policy.host_budget_bytes = 100 * plan.host_bytes_per_token;
-        store = store_new(fixture, &policy);
-        cache = cache_new(store);
-        assert_int_equal(kv_bench_pass(&fixture->bench, store, &(KvBenchItem){cache, stream, 101}, 1, &detail), KV_E_HOST_MEMORY);
+        store = kv_rig_store(rig, &policy);
+        cache = kv_rig_cache(store);
+        assert_int_equal(kv_bench_pass(&rig->bench, store, &(KvBenchItem){cache, stream, 101}, 1, &detail), KV_E_HOST_MEMORY);
         assert_non_null(strstr(detail.text, "budget"));
         assert_int_equal(kv_cache_length(cache), 0);
-        kv_bench_run(&fixture->bench, store, cache, stream, 60, 60);
+        kv_bench_run(&rig->bench, store, cache, stream, 60, 60);
         kv_cache_free(cache);
         kv_store_free(store);
     }
@@ -495,23 +427,13 @@ static void compat_keeps_no_more_than_it_plans_and_its_budget_allows(void **stat
 
 static int setup(void **state)
 {
-    static Fixture fixture;
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-
-    if (gpu_open(&options, &fixture.gpu, &detail))
-        fail_msg("%s", detail.text);
-    kv_bench_init(&fixture.bench, fixture.gpu, 3);
-    *state = &fixture;
+    *state = kv_rig_new(3);
     return 0;
 }
 
 static int teardown(void **state)
 {
-    Fixture *fixture = *state;
-
-    kv_bench_deinit(&fixture->bench);
-    (void)gpu_free(fixture->gpu);
+    *state = kv_rig_free(*state);
     return 0;
 }
 

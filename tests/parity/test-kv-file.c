@@ -4,8 +4,7 @@
  * refused and changes nothing.
  */
 
-#include "cache/kv-file.h"
-#include "tests/lib/kv-bench.h"
+#include "tests/lib/kv-rig.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -17,14 +16,6 @@
 #define SEED     23u
 #define N_SAVED  603u /* two whole blocks, two pages of the third, and a rest */
 #define N_TOKENS 700u
-
-typedef struct Fixture {
-    Gpu *gpu;
-    KvBench bench;
-    KvStream *cold[KV_FORM_LEAT + 1];
-} Fixture;
-
-static const uint8_t digest[KV_IMAGE_DIGEST] = {1, 2, 3, 4};
 
 static const struct {
     KvStrategy strategy;
@@ -45,63 +36,29 @@ static KvPolicy policy_of(size_t i, KvFormKind kind)
     return policy;
 }
 
-static KvStore *store_new(Fixture *fixture, const KvPolicy *policy)
-{
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    KvStore *store = NULL;
-
-    if (kv_store_new(fixture->gpu, &fixture->bench.model, policy, &store, &detail))
-        fail_msg("%s", detail.text);
-    return store;
-}
-
 /* A file with the first N_SAVED tokens. */
-static int save_file(Fixture *fixture, const KvPolicy *policy, KvFormKind kind)
+static int save_file(KvRig *rig, const KvPolicy *policy, KvFormKind kind)
 {
-    _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, policy);
-    _cleanup_(kv_cache_freep) KvCache *cache = NULL;
-    _cleanup_(kv_save_endp) KvSave *save = NULL;
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    int fd = memfd_create("saved", MFD_CLOEXEC);
+    _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, policy);
+    _cleanup_(kv_cache_freep) KvCache *cache = kv_rig_cache(store);
+    KvSave *save;
 
-    assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
-    kv_bench_run(&fixture->bench, store, cache, fixture->cold[kind], N_SAVED, 97);
-    if (kv_save_begin(cache, digest, "ids of the session", 18, &save, &detail))
-        fail_msg("%s", detail.text);
+    kv_bench_run(&rig->bench, store, cache, rig->cold[kind], N_SAVED, 97);
+    save = kv_rig_save_begin(cache, "ids of the session");
     /* The sequence goes on before the file is written. */
-    kv_bench_run(&fixture->bench, store, cache, fixture->cold[kind], N_TOKENS, 40);
-    assert_int_equal(kv_save_write(save, fd), 0);
-    assert_int_equal(lseek(fd, 0, SEEK_END), kv_save_bytes(save));
-    save = kv_save_end(save);
-    return fd;
-}
-
-static KvImage *open_file(const KvStore *store, int fd)
-{
-    KvImageFacts facts = {.layout = kv_store_layout(store)};
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    KvImage *image = NULL;
-
-    memcpy(facts.model, digest, sizeof(digest));
-    if (kv_image_open(fd, "saved", &facts, true, &image, &detail))
-        fail_msg("%s", detail.text);
-    return image;
-}
-
-static size_t out_bytes(const Fixture *fixture, uint32_t n_tokens)
-{
-    return (size_t)n_tokens * KV_BENCH_LAYERS * fixture->bench.out_width * sizeof(float);
+    kv_bench_run(&rig->bench, store, cache, rig->cold[kind], N_TOKENS, 40);
+    return kv_rig_save_end(save);
 }
 
 /* Restores and runs the rest of the tokens; the outputs are those of the cold run. */
-static void restore_and_compare(Fixture *fixture, const KvPolicy *policy, KvFormKind kind, int fd)
+static void restore_and_compare(KvRig *rig, const KvPolicy *policy, KvFormKind kind, int fd)
 {
-    _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, policy);
+    _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, policy);
     _cleanup_(kv_cache_freep) KvCache *cache = NULL;
-    _cleanup_(kv_image_freep) KvImage *image = open_file(store, fd);
-    KvStream *again = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
+    _cleanup_(kv_image_freep) KvImage *image = kv_rig_image(store, fd, true);
+    KvStream *again = kv_stream_new(&rig->bench, SEED, N_TOKENS);
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    size_t n_extra, n_saved = out_bytes(fixture, N_SAVED);
+    size_t n_extra, n_saved = kv_rig_out_bytes(rig, N_SAVED);
 
     if (kv_restore(store, image, &cache, &detail))
         fail_msg("%s", detail.text);
@@ -109,24 +66,24 @@ static void restore_and_compare(Fixture *fixture, const KvPolicy *policy, KvForm
     assert_memory_equal(kv_image_extra(image, &n_extra), "ids of the session", 18);
     assert_int_equal(n_extra, 18);
     image = kv_image_free(image);
-    kv_bench_run(&fixture->bench, store, cache, again, N_TOKENS, 31);
-    assert_memory_equal((const char *)again->out + n_saved, (const char *)fixture->cold[kind]->out + n_saved,
-                        out_bytes(fixture, N_TOKENS) - n_saved);
+    kv_bench_run(&rig->bench, store, cache, again, N_TOKENS, 31);
+    assert_memory_equal((const char *)again->out + n_saved, (const char *)rig->cold[kind]->out + n_saved,
+                        kv_rig_out_bytes(rig, N_TOKENS) - n_saved);
     kv_stream_free(again);
 }
 
 static void a_restored_sequence_goes_on_with_the_same_bits_in_any_store(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
 
     for (size_t kind = 0; kind <= KV_FORM_LEAT; kind++)
         for (size_t from = 0; from < N_ELEMENTS(policies); from += 2) {
             KvPolicy policy = policy_of(from, (KvFormKind)kind);
-            int fd = save_file(fixture, &policy, (KvFormKind)kind);
+            int fd = save_file(rig, &policy, (KvFormKind)kind);
 
             for (size_t to = 0; to < N_ELEMENTS(policies); to++) {
                 policy = policy_of(to, (KvFormKind)kind);
-                restore_and_compare(fixture, &policy, (KvFormKind)kind, fd);
+                restore_and_compare(rig, &policy, (KvFormKind)kind, fd);
             }
             (void)close(fd);
         }
@@ -134,26 +91,26 @@ static void a_restored_sequence_goes_on_with_the_same_bits_in_any_store(void **s
 
 static void another_form_or_calibration_has_another_fingerprint(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policies_[] = {policy_of(0, KV_FORM_F32), policy_of(0, KV_FORM_F16), policy_of(0, KV_FORM_LEAT), policy_of(0, KV_FORM_LEAT)};
-    const float *means = fixture->bench.calibration[1].v_mean;
+    const float *means = rig->bench.calibration[1].v_mean;
     uint64_t layouts[5];
 
     policies_[3].form.k_bits = 8;
     for (size_t i = 0; i < 4; i++) {
-        KvStore *store = store_new(fixture, &policies_[i]);
+        KvStore *store = kv_rig_store(rig, &policies_[i]);
 
         layouts[i] = kv_store_layout(store);
         kv_store_free(store);
     }
-    fixture->bench.calibration[1].v_mean = fixture->bench.calibration[0].v_mean;
+    rig->bench.calibration[1].v_mean = rig->bench.calibration[0].v_mean;
     {
-        KvStore *store = store_new(fixture, &policies_[2]);
+        KvStore *store = kv_rig_store(rig, &policies_[2]);
 
         layouts[4] = kv_store_layout(store);
         kv_store_free(store);
     }
-    fixture->bench.calibration[1].v_mean = means;
+    rig->bench.calibration[1].v_mean = means;
     for (size_t i = 0; i < 5; i++)
         for (size_t k = 0; k < i; k++)
             if (layouts[i] == layouts[k])
@@ -161,33 +118,33 @@ static void another_form_or_calibration_has_another_fingerprint(void **state)
 }
 
 /* Everything that the caches of a store hold is unchanged by a restore that fails. */
-static void refuse(Fixture *fixture, const KvPolicy *policy, int fd, int expected)
+static void refuse(KvRig *rig, const KvPolicy *policy, int fd, int expected)
 {
-    _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, policy);
-    _cleanup_(kv_image_freep) KvImage *image = open_file(store, fd);
+    _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, policy);
+    _cleanup_(kv_image_freep) KvImage *image = kv_rig_image(store, fd, true);
     uint64_t before[GPU_PURPOSE_X_MAX], after[GPU_PURPOSE_X_MAX], total;
     ErrorDetail detail = ERROR_DETAIL_NULL;
     KvCache *cache = NULL;
 
-    gpu_memory_used(fixture->gpu, before, &total);
+    gpu_memory_used(rig->gpu, before, &total);
     assert_int_equal(kv_restore(store, image, &cache, &detail), expected);
     assert_true(detail.text[0]);
     assert_null(cache);
-    gpu_memory_used(fixture->gpu, after, &total);
+    gpu_memory_used(rig->gpu, after, &total);
     assert_memory_equal(before, after, sizeof(before));
 }
 
 static void what_does_not_fit_is_refused_and_changes_nothing(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policy = policy_of(2, KV_FORM_F16);
-    int fd = save_file(fixture, &policy, KV_FORM_F16);
+    int fd = save_file(rig, &policy, KV_FORM_F16);
 
     policy.max_cache_tokens = N_SAVED - 1;
-    refuse(fixture, &policy, fd, KV_E_CONTEXT);
+    refuse(rig, &policy, fd, KV_E_CONTEXT);
     policy = policy_of(2, KV_FORM_F16);
     policy.host_budget_bytes = 100000;
-    refuse(fixture, &policy, fd, KV_E_HOST_MEMORY);
+    refuse(rig, &policy, fd, KV_E_HOST_MEMORY);
     (void)close(fd);
 }
 
@@ -195,13 +152,13 @@ static void what_does_not_fit_is_refused_and_changes_nothing(void **state)
  * goes on as if nothing had been. */
 static void a_file_cut_or_damaged_in_any_section_is_refused(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policy = policy_of(2, KV_FORM_LEAT);
-    int fd = save_file(fixture, &policy, KV_FORM_LEAT);
-    _cleanup_(kv_store_freep) KvStore *store = store_new(fixture, &policy);
-    _cleanup_(kv_cache_freep) KvCache *cache = NULL;
-    _cleanup_(kv_image_freep) KvImage *image = open_file(store, fd);
-    KvStream *stream = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
+    int fd = save_file(rig, &policy, KV_FORM_LEAT);
+    _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, &policy);
+    _cleanup_(kv_cache_freep) KvCache *cache = kv_rig_cache(store);
+    _cleanup_(kv_image_freep) KvImage *image = kv_rig_image(store, fd, true);
+    KvStream *stream = kv_stream_new(&rig->bench, SEED, N_TOKENS);
     KvImageFacts facts = image->facts;
     uint64_t bytes = image->memory_bytes;
     uint8_t *file = malloc(bytes);
@@ -209,8 +166,7 @@ static void a_file_cut_or_damaged_in_any_section_is_refused(void **state)
 
     assert_non_null(file);
     assert_int_equal(pread(fd, file, bytes, 0), bytes);
-    assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
-    kv_bench_run(&fixture->bench, store, cache, stream, N_SAVED, 97);
+    kv_bench_run(&rig->bench, store, cache, stream, N_SAVED, 97);
     for (uint32_t i = 0; i < image->n_chunks; i++) {
         uint64_t offset = (uint64_t)((const char *)image->chunks[i].data - (const char *)image->memory), end = offset + image->chunks[i].bytes;
         const uint64_t cuts[] = {offset - 1, offset, offset + 1, (offset + end) / 2, end - 1, end};
@@ -239,53 +195,25 @@ static void a_file_cut_or_damaged_in_any_section_is_refused(void **state)
     }
     print_message("%u sections, %u files refused\n", image->n_chunks, n_refused);
     assert_int_equal(kv_cache_length(cache), N_SAVED);
-    kv_bench_run(&fixture->bench, store, cache, stream, N_TOKENS, 31);
-    assert_memory_equal((const char *)stream->out, (const char *)fixture->cold[KV_FORM_LEAT]->out, out_bytes(fixture, N_TOKENS));
+    kv_bench_run(&rig->bench, store, cache, stream, N_TOKENS, 31);
+    assert_memory_equal((const char *)stream->out, (const char *)rig->cold[KV_FORM_LEAT]->out, kv_rig_out_bytes(rig, N_TOKENS));
     kv_stream_free(stream);
     free(file);
     (void)close(fd);
 }
 
-/* The same file with one number of its record changed, and hashes that agree. */
-static int forge(int fd, size_t at, uint32_t value)
-{
-    KvImageFacts facts = {.n_tokens = 0};
-    _cleanup_(kv_image_freep) KvImage *image = NULL, *forged = NULL;
-    uint8_t record[16 + 16 * KV_BENCH_LAYERS], *file;
-    off_t bytes = lseek(fd, 0, SEEK_END);
-    int out = memfd_create("forged", MFD_CLOEXEC);
-
-    file = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-    memcpy(&facts.layout, file + 32, 8);
-    memcpy(facts.model, digest, sizeof(digest));
-    assert_int_equal(kv_image_open(fd, "saved", &facts, true, &image, NULL), 0);
-    forged = kv_image_new(&image->facts);
-    for (uint32_t i = 0; i < image->n_chunks; i++) {
-        const KvImageChunk *chunk = &image->chunks[i];
-        const void *data = chunk->data;
-
-        if (chunk->kind == 1) {
-            assert_int_equal(chunk->bytes, sizeof(record));
-            memcpy(record, data, sizeof(record));
-            memcpy(record + at, &value, 4);
-            data = record;
-        }
-        assert_int_equal(kv_image_chunk(forged, chunk->kind, chunk->a, chunk->b), 0);
-        assert_int_equal(kv_image_piece(forged, data, chunk->bytes), 0);
-    }
-    assert_int_equal(kv_image_write(forged, out), 0);
-    (void)munmap(file, (size_t)bytes);
-    return out;
-}
-
 static void a_record_that_does_not_add_up_is_refused(void **state)
 {
     static const uint32_t values[] = {0, 1, N_SAVED - 1, N_SAVED + 1, 0x7fffffff, UINT32_MAX};
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policy = policy_of(2, KV_FORM_LEAT);
-    int fd = save_file(fixture, &policy, KV_FORM_LEAT);
+    int fd = save_file(rig, &policy, KV_FORM_LEAT);
+    _cleanup_(kv_store_freep) KvStore *store = kv_rig_store(rig, &policy);
+    _cleanup_(kv_image_freep) KvImage *image = kv_rig_image(store, fd, true);
+    const KvImageChunk *record = kv_image_find(image, 1, 0, 0);
     uint32_t n_refused = 0;
 
+    assert_int_equal(record->bytes, 16 + 16 * KV_BENCH_LAYERS);
     /* length, n_layers, and of the second layer: tail_from, first_page, n_pages; not cross_length, which nothing reads. */
     for (size_t i = 0; i < N_ELEMENTS(values); i++)
         for (size_t at = 0; at < 16 + 32; at += 4) {
@@ -293,8 +221,8 @@ static void a_record_that_does_not_add_up_is_refused(void **state)
 
             if (at == 4 || at == 12 || at == 28 || at == 44 || ((at == 16 || at == 32 || at == 20 || at == 36) && values[i] <= 1))
                 continue; /* reserved, or a value that may be */
-            forged = forge(fd, at, values[i]);
-            refuse(fixture, &policy, forged, -EBADMSG);
+            forged = kv_rig_forge(image, record, at, values[i], false);
+            refuse(rig, &policy, forged, -EBADMSG);
             n_refused++;
             (void)close(forged);
         }
@@ -304,36 +232,20 @@ static void a_record_that_does_not_add_up_is_refused(void **state)
 
 static int setup(void **state)
 {
-    static Fixture fixture;
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
-    ErrorDetail detail = ERROR_DETAIL_NULL;
+    KvRig *rig = kv_rig_new(2);
 
-    if (gpu_open(&options, &fixture.gpu, &detail))
-        fail_msg("%s", detail.text);
-    kv_bench_init(&fixture.bench, fixture.gpu, 2);
     for (size_t kind = 0; kind <= KV_FORM_LEAT; kind++) {
         KvPolicy policy = policy_of(0, (KvFormKind)kind);
-        KvStore *store = store_new(&fixture, &policy);
-        KvCache *cache = NULL;
 
-        assert_int_equal(kv_cache_new(store, &cache, NULL), 0);
-        fixture.cold[kind] = kv_stream_new(&fixture.bench, SEED, N_TOKENS);
-        kv_bench_run(&fixture.bench, store, cache, fixture.cold[kind], N_TOKENS, 128);
-        kv_cache_free(cache);
-        kv_store_free(store);
+        kv_rig_run_cold(rig, (KvFormKind)kind, &policy, SEED, N_TOKENS, 128);
     }
-    *state = &fixture;
+    *state = rig;
     return 0;
 }
 
 static int teardown(void **state)
 {
-    Fixture *fixture = *state;
-
-    for (size_t kind = 0; kind <= KV_FORM_LEAT; kind++)
-        kv_stream_free(fixture->cold[kind]);
-    kv_bench_deinit(&fixture->bench);
-    (void)gpu_free(fixture->gpu);
+    *state = kv_rig_free(*state);
     return 0;
 }
 
