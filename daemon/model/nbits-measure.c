@@ -421,7 +421,7 @@ static int begin_run(Nbits *nbits, ErrorDetail *reterr)
         return 0;
     }
     if (r)
-        return error_detail_set(reterr, r, "automatic bits of the cache: %.400s", detail.text);
+        return error_detail_set(reterr, r, "automatic bits: %.400s", detail.text);
     return 0;
 }
 

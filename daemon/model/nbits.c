@@ -81,6 +81,23 @@ static void read_kept(const ModelFile *file, const char *recipe, NbitsKept *ret)
         ret->kld[i] = KEPT_NONE;
 }
 
+/* Layers with bits of their own cost those, whatever is chosen for the others: the order of the candidates stays. */
+static void count_layer_bits(const ModelFile *file, const KvPolicy *policy, NbitsTable *table)
+{
+    const ModelParams *params = &file->hparams.model;
+    double own = 0;
+    uint32_t n_own = 0;
+
+    for (uint32_t i = 0; i < policy->n_layer_bits; i++) {
+        const KvLayerBits *bits = &policy->layer_bits[i];
+
+        for (uint32_t l = bits->first; l <= bits->last && l < params->n_layers; l++, n_own++)
+            own += kv_true_bits(kv_policy_layer_form(policy, l), &params->attention, NBITS_AT_TOKENS, 16);
+    }
+    for (uint32_t i = 0; i < table->n && n_own > 0; i++)
+        table->entries[i].true_bits = (own + (params->n_layers - n_own) * table->entries[i].true_bits) / params->n_layers;
+}
+
 int nbits_load(const ModelFile *file, bool exact, const KvPolicy *policy, NbitsKept *ret_kept, NbitsTable *ret, ErrorDetail *reterr)
 {
     char recipe[NBITS_RECIPE_BYTES];
@@ -88,6 +105,7 @@ int nbits_load(const ModelFile *file, bool exact, const KvPolicy *policy, NbitsK
 
     if (r)
         return r;
+    count_layer_bits(file, policy, ret);
     write_recipe(policy, exact, recipe);
     read_kept(file, recipe, ret_kept);
     ret->rounding = exact ? 0 : (double)ret_kept->rounding;

@@ -35,7 +35,7 @@ typedef enum NbitsState {
 typedef struct NbitsEntry {
     uint8_t k_bits, v_bits;
     NbitsState state;
-    double true_bits; /* a cached value, everything counted */
+    double true_bits; /* a cached value, everything counted; of a model's table the mean of its layers, those with bits of their own among them */
     double kld;       /* measured: added by the cache */
     char reason[120]; /* refused: why */
 } NbitsEntry;

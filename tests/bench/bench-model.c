@@ -7,11 +7,11 @@
  *   cache.KEY=VALUE  the keys of the YAML cache block, "cache.strategy=dynamic"        state=FOLDER for the calibration
  *   warmup=N    decode steps before the measured ones (4)    programs=FOLDER for compiled kernels
  *   device=N    budget of the device in percent of the weights: what does not fit streams     slots=N  it streams through (2)
- *   weights=copy | zero-copy    how        predict=1   what the planner says of prefill and of the middle of the decoding
+ *   weights=copy | zero-copy    how
  */
 
 #include "daemon/config/config.h"
-#include "daemon/model/speed.h"
+#include "daemon/model/model.h"
 
 #include <fcntl.h>
 #include <inttypes.h>
@@ -21,7 +21,7 @@
 typedef struct Bench {
     const char *model, *trace, *state, *programs;
     uint32_t n_prompt, n_tokens, chunk, n_warmup;
-    bool exact, predict;
+    bool exact;
     uint32_t device_percent; /* 0: no limit */
     ModelWeights weights;
     ConfigCache cache;
@@ -64,8 +64,6 @@ static void parse(Bench *bench, char *argument)
         bench->chunk = (uint32_t)strtoul(value, NULL, 10);
     } else if (!strcmp(argument, "exact")) {
         bench->exact = value[0] == '1';
-    } else if (!strcmp(argument, "predict")) {
-        bench->predict = value[0] == '1';
     } else if (!strcmp(argument, "device")) {
         bench->device_percent = (uint32_t)strtoul(value, NULL, 10);
     } else if (!strcmp(argument, "slots")) {
@@ -150,14 +148,12 @@ static void run_trace(const Bench *bench, Gpu *gpu, Model *model, KvStore *store
     (void)close(fd);
 }
 
-/* How it fits, and what the planner says of it before it is loaded. */
+/* How it fits. */
 static ModelFit plan(const Bench *bench, Gpu *gpu, const ModelFile *file, const KvPolicy *policy)
 {
     ModelOptions options = {.exact = bench->exact, .max_rows = bench->chunk, .max_sequences = 1, .weights = bench->weights};
     uint64_t available = gpu_info(gpu)->budget_bytes;
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    ModelPrediction prefill, decode;
-    ModelSpeed speed;
     ModelFit fit;
     int r = model_fit(gpu_info(gpu), file, &options, policy, available, &fit, &detail);
 
@@ -165,20 +161,10 @@ static ModelFit plan(const Bench *bench, Gpu *gpu, const ModelFile *file, const 
         available = fit.plan.weight_total_bytes * bench->device_percent / 100;
         r = model_fit(gpu_info(gpu), file, &options, policy, available, &fit, &detail);
     }
-    if (!r && bench->predict)
-        r = model_speed(gpu, file, &fit, true, &speed, &detail);
     if (r)
         die("plan", r, &detail);
     gpu_set_budget(gpu, available);
-    if (bench->predict) {
-        model_predict(&speed, &fit, bench->n_prompt / 2, &prefill);
-        model_predict(&speed, &fit, bench->n_prompt + bench->n_warmup + bench->n_tokens / 2, &decode);
-        (void)printf("{\"predicted_prefill_rate\": %.2f, \"predicted_decode_rate\": %.2f, \"hidden_share\": %.2f, \"upload_rate\": %.3g, ",
-                     prefill.prefill_rate, 1 / decode.token_sec, speed.hidden_share, speed.upload_rate);
-    } else {
-        (void)printf("{");
-    }
-    (void)printf("\"weight_bytes\": %" PRIu64 ", \"weight_total_bytes\": %" PRIu64 ", \"weight_streamed_bytes\": %" PRIu64
+    (void)printf("{\"weight_bytes\": %" PRIu64 ", \"weight_total_bytes\": %" PRIu64 ", \"weight_streamed_bytes\": %" PRIu64
                  ", \"weight_in_place_bytes\": %" PRIu64 ", \"layers_resident\": %u, \"planned_device_bytes\": %" PRIu64 ", ",
                  fit.plan.weight_bytes, fit.plan.weight_total_bytes, fit.plan.weight_streamed_bytes, fit.plan.weight_in_place_bytes,
                  fit.plan.n_layers_resident, fit.plan.device_total_bytes);

@@ -421,6 +421,29 @@ static void bits_beside_other_layers_are_measured_apart(void **state)
     assert_int_equal(measure(s, &policy, false), 0);
 }
 
+/* Two of ten layers with 8 and 8 bits: a fifth of what those cost, and four fifths of the candidate. */
+static void true_bits_are_the_mean_of_all_layers(void **state)
+{
+    State *s = *state;
+    KvPolicy policy = auto_policy(), mixed = policy;
+    uint32_t n_layers = s->file.hparams.model.n_layers;
+    NbitsTable plain, table;
+    double eight;
+
+    s->file.hparams.model.n_layers = 10;
+    mixed.n_layer_bits = 1;
+    mixed.layer_bits[0] = (KvLayerBits){8, 40, 8, 8}; /* those beyond the last one count nothing */
+    assert_int_equal(model_nbits_table(&s->file, false, &policy, &plain, NULL), 0);
+    assert_int_equal(model_nbits_table(&s->file, false, &mixed, &table, NULL), 0);
+    assert_int_equal(table.n, plain.n);
+    eight = entry_of(&plain, 8, 8)->true_bits;
+    for (uint32_t i = 0; i < table.n; i++) {
+        assert_int_equal(table.entries[i].k_bits, plain.entries[i].k_bits);
+        assert_true(fabs(table.entries[i].true_bits - (0.2 * eight + 0.8 * plain.entries[i].true_bits)) < 1e-9);
+    }
+    s->file.hparams.model.n_layers = n_layers;
+}
+
 static void a_choice_of_explicit_bits_is_left_alone(void **state)
 {
     State *s = *state;
@@ -449,6 +472,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_damaged_file_is_measured_again, setup, teardown),
         cmocka_unit_test_setup_teardown(a_file_with_impossible_numbers_is_measured_again, setup, teardown),
         cmocka_unit_test_setup_teardown(bits_beside_other_layers_are_measured_apart, setup, teardown),
+        cmocka_unit_test_setup_teardown(true_bits_are_the_mean_of_all_layers, setup, teardown),
         cmocka_unit_test_setup_teardown(a_choice_of_explicit_bits_is_left_alone, setup, teardown),
     };
 
