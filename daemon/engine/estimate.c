@@ -58,6 +58,8 @@ static void add_speed(const ModelSpeed *speed, const ModelFit *fit, uint32_t dep
     char key[64];
 
     model_predict(speed, fit, depth, &prediction);
+    (void)snprintf(key, sizeof(key), "hidden-share%s", suffix);
+    (void)json_object_set_new(json, key, json_real(prediction.hidden_share));
     (void)snprintf(key, sizeof(key), "seconds-per-token%s", suffix);
     (void)json_object_set_new(json, key, json_real(prediction.token_sec));
     (void)snprintf(key, sizeof(key), "decode-rate%s", suffix);
@@ -83,7 +85,6 @@ static void add_prediction(Engine *engine, const ModelSlot *slot, const ModelFit
         return;
     }
     (void)json_object_set_new(json, "upload-rate", json_real(speed.upload_rate));
-    (void)json_object_set_new(json, "hidden-share", json_real(speed.hidden_share));
     add_speed(&speed, fit, 0, "", json);
     add_speed(&speed, fit, context, "-full", json);
     if (depth < 0)

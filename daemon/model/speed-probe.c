@@ -2,6 +2,7 @@
 /* A model of zeros is run and timed. */
 
 #include "daemon/model/speed-probe.h"
+#include "daemon/model/speed-schedule.h"
 #include "daemon/model/model-private.h"
 
 #include <string.h>
@@ -410,25 +411,25 @@ static void solve_depths(const Depths *depths, double chunk, uint32_t n_layers, 
         speed->chunk_layer_past_sec = slope(chunk, depths->chunk, (double)n_layers * depths->chunk_at);
 }
 
-/* How much of the shorter one does not add to the longer one. */
-static double share_hidden(double kernels, double copies, double both)
+/* How fast kernels must have run beside copies for passes of @sec, of @kernels alone. */
+static double solve_beside(const Probe *probe, const ModelSpeed *speed, double kernels, bool logits, double sec, double *ret_copies)
 {
-    double shorter = MIN(kernels, copies), share = (kernels + copies - both) / MAX(shorter, 1e-9);
+    ModelFit fit = {.policy = {.home = KV_HOME_DEVICE}};
+    SpeedStep step;
 
-    share = MAX(share, 0.0);
-    return MIN(share, 1.0);
-}
-
-static double copy_sec(const Placement *placement, const ModelSpeed *speed)
-{
-    return (double)placement->streamed_bytes / speed->upload_rate;
+    model_weights_plan(probe->model, &fit.plan);
+    step = speed_step(&fit, 0, speed->upload_rate, logits);
+    step.head_sec = logits ? MIN(speed->head_sec, kernels) : 0;
+    step.layer_sec = (kernels - step.head_sec) / MAX(step.n_layers, 1u);
+    *ret_copies = speed_step_copies(&step);
+    return speed_schedule_solve(&step, sec);
 }
 
 /* With all layers streamed. */
 static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *speed, double *ret_copies, ErrorDetail *reterr)
 {
-    const Placement *placement = &probe->model->weights.placement;
     Times streamed = {.token = 0};
+    double copies;
     int r;
 
     r = time_copies(probe, &speed->upload_rate, reterr);
@@ -436,21 +437,19 @@ static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *sp
         r = time_beginning(probe, &streamed, reterr);
     if (r)
         return r;
-    *ret_copies = copy_sec(placement, speed);
-    speed->hidden_share = share_hidden(resident->token, *ret_copies, streamed.token);
-    speed->chunk_hidden_share = share_hidden(
-        resident->chunk, (double)(placement->streamed_bytes - placement->streamed_head_bytes) / speed->upload_rate, streamed.chunk);
+    speed->chunk_beside = solve_beside(probe, speed, resident->chunk, false, streamed.chunk, &copies);
+    speed->beside = solve_beside(probe, speed, resident->token, true, streamed.token, ret_copies);
     return 0;
 }
 
 /* With as many layers streamed as take about as long as the kernels. */
 static int measure_balance(Probe *probe, double resident, ModelSpeed *speed, ErrorDetail *reterr)
 {
-    double streamed = 0;
+    double streamed = 0, copies;
     int r = time_tokens(probe, true, PROBE_FIRST_TOKENS, &streamed, reterr);
 
     if (!r)
-        speed->hidden_share = share_hidden(resident, copy_sec(&probe->model->weights.placement, speed), streamed);
+        speed->beside = solve_beside(probe, speed, resident, true, streamed, &copies);
     return r;
 }
 

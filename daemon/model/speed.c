@@ -2,6 +2,7 @@
 /* What is kept of the probe, and what follows from it. */
 
 #include "daemon/model/speed-probe.h"
+#include "daemon/model/speed-schedule.h"
 #include "daemon/model/model-private.h"
 #include "daemon/model/nbits.h"
 #include "daemon/model/state-file.h"
@@ -14,7 +15,7 @@
 #define PROBE_KEY_BYTES 600
 
 /* The version counts changes of what is measured. */
-static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 3};
+static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 4};
 
 typedef struct SpeedFile {
     char key[PROBE_KEY_BYTES];
@@ -88,12 +89,6 @@ int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_m
 
 /* ---- prediction ------------------------------------------------------------------------------------------------------------- */
 
-/* Kernels and copies side by side. */
-static double together(double kernels, double copies, double hidden_share)
-{
-    return kernels + copies - hidden_share * MIN(kernels, copies);
-}
-
 /* Of a token and layer, after @depth tokens beyond what it costs after the first ones. */
 static double past_sec(const ModelSpeed *speed, double depth)
 {
@@ -122,20 +117,40 @@ KvRates model_speed_rates(const ModelSpeed *speed, const ModelFit *fit)
     };
 }
 
+static double predict_token(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, ModelPrediction *ret)
+{
+    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), true);
+    double kernels, copies, sec, most;
+
+    step.layer_sec = speed->layer_sec;
+    step.past_sec = past_sec(speed, depth);
+    step.head_sec = speed->head_sec;
+    kernels = speed_step_kernels(&step);
+    copies = speed_step_copies(&step);
+    sec = speed_schedule(&step, speed->beside);
+    most = MIN(kernels, copies);
+    ret->bus_limited = copies > kernels;
+    ret->hidden_share = most > 0 ? MIN(MAX((kernels + copies - sec) / most, 0.0), 1.0) : 1;
+    return sec;
+}
+
+/* A pass of more rows than were timed takes longer in proportion, but brings weights and past once. */
+static double predict_prefill(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth)
+{
+    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), false);
+    double rows = MAX((double)fit->options.max_rows, speed->chunk_rows), scale = rows / MAX(speed->chunk_rows, 1.0), sec;
+
+    step.layer_sec = scale * speed->chunk_layer_sec;
+    step.past_sec = scale * speed->chunk_layer_past_sec * depth;
+    step.head_sec = scale * speed->chunk_sec;
+    sec = speed_schedule(&step, speed->chunk_beside);
+    return sec > 0 ? rows / sec : 0;
+}
+
 void model_predict(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, ModelPrediction *ret)
 {
-    const ModelPlan *plan = &fit->plan;
-    double bytes = (double)model_streamed_bytes(fit, depth), rate = MAX(speed->upload_rate, 1.0);
-    double copies = bytes / rate, chunk_copies = (bytes - (double)plan->weight_streamed_head_bytes) / rate;
-    double token = speed->head_sec + plan->n_layers * (speed->layer_sec + past_sec(speed, depth));
-    /* A pass of more rows than were timed takes longer in proportion, but brings weights and past once. */
-    double rows = MAX((double)fit->options.max_rows, speed->chunk_rows), chunk;
+    ModelPrediction prediction = {.prefill_rate = predict_prefill(speed, fit, depth)};
 
-    chunk = speed->chunk_sec + plan->n_layers * (speed->chunk_layer_sec + speed->chunk_layer_past_sec * depth);
-    chunk *= rows / MAX(speed->chunk_rows, 1.0);
-    *ret = (ModelPrediction){
-        .token_sec = together(token, copies, speed->hidden_share),
-        .prefill_rate = chunk > 0 ? rows / together(chunk, chunk_copies, speed->chunk_hidden_share) : 0,
-        .bus_limited = copies > token,
-    };
+    prediction.token_sec = predict_token(speed, fit, depth, &prediction);
+    *ret = prediction;
 }

@@ -6,7 +6,7 @@
  * The probe runs the real forward pass over a model of the same shape and weight types with weights of zero: as many layers as fit into some
  * bytes (when these are not all, a few and many, so that what a layer costs and what does not grow with the layers come apart), one row and a
  * chunk of rows, after nothing and after pasts of different lengths; the copies of its weights alone; and both kinds of pass with weights
- * streamed, which tells how much of a copy hides behind kernels here (on a CPU device a copy takes a worker's time).  For single rows about
+ * streamed, which tells how fast kernels run beside a copy here (on a CPU device that takes a worker's time).  For single rows about
  * as many weights stream as take as long as the kernels, which is where the most can be hidden, and told from what cannot.
  * A few seconds on devices that we know.
  *
@@ -33,8 +33,8 @@ typedef struct ModelSpeed {
     double chunk_sec;             /* without logits: what does not grow with the layers */
     double chunk_layer_sec, chunk_layer_past_sec;
     double upload_rate;           /* bytes a second from host memory, alone */
-    double hidden_share;          /* of the shorter of copies and kernels that run side by side, while tokens are decoded */
-    double chunk_hidden_share;    /* the same of chunks */
+    double beside;                /* how fast kernels run while a copy is under way, 1: as alone; while tokens are decoded */
+    double chunk_beside;          /* the same of chunks */
 } ModelSpeed;
 
 /* Facts for a model as @fit plans it.  @may_measure: takes the device for a few seconds and half of what is free of it for that time.
@@ -56,6 +56,7 @@ static inline uint64_t model_streamed_bytes(const ModelFit *fit, uint32_t depth)
 typedef struct ModelPrediction {
     double token_sec;    /* of one token after @depth */
     double prefill_rate; /* tokens a second of a prompt that goes on after @depth, in passes of as many rows as it fits with */
+    double hidden_share; /* of what copies and kernels of a token could at most hide of each other */
     bool bus_limited;    /* copies take longer than kernels */
 } ModelPrediction;
 /* The same facts as a policy wants them, for a store that decides what of its pages to keep on the device. */

@@ -1,0 +1,39 @@
+#pragma once
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * How long a step takes whose cache, weights or both stream: the schedule that the rings of cache/kv-ring.h and weights-device.h make.  Pure
+ * arithmetic; tests/bench/simulated.py works out the same from a timeline.
+ *
+ *   kernels    one at a time in order; one that reads a tile or a part begins when that has arrived
+ *   copies     one at a time in the order in which the host queues them; one begins when the launch that read its slot before has ended
+ *   both       a copy takes as long beside kernels as alone; a kernel may not: on a CPU device a copy takes a worker's time
+ *
+ * Steps follow each other: what the rings hold ahead at the end of one is of the next.
+ */
+
+#include "daemon/model/speed.h"
+
+/* A step; seconds of kernels, and of copies of one tile or part each. */
+typedef struct SpeedStep {
+    uint32_t n_layers;
+    double layer_sec, past_sec; /* kernels of a layer: products; attention over the past */
+    double head_sec;
+    uint32_t n_tiles, tile_slots; /* of a layer's past; 0: it is read where it is */
+    double tile_copy_sec;
+    uint32_t n_streamed_layers, n_parts; /* evenly spread; parts of each */
+    double part_copy_sec;
+    uint32_t n_head_parts, part_slots;
+    double head_part_copy_sec;
+} SpeedStep;
+
+/* What of a step is copied, at @rate bytes a second: after @depth tokens, the head with logits only.  Kernels are the caller's to fill in. */
+SpeedStep speed_step(const ModelFit *fit, uint32_t depth, double rate, bool logits);
+static inline double speed_step_kernels(const SpeedStep *step)
+{
+    return step->head_sec + step->n_layers * (step->layer_sec + step->past_sec);
+}
+double speed_step_copies(const SpeedStep *step);
+/* Seconds from one step to the next.  @beside: how fast kernels run while a copy is under way, 1: as alone, 0: not at all. */
+double speed_schedule(const SpeedStep *step, double beside);
+/* The other way round: @beside with which the step takes @sec, as near as can be. */
+double speed_schedule_solve(const SpeedStep *step, double sec);
