@@ -745,21 +745,21 @@ static void compatibility_mode_is_not_moved(void **state)
 /* Every policy that reads pages: after zeros each goes on, and all alike. */
 static void a_blank_past_is_as_long_and_the_same_everywhere(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policies[] = {device_policy(KV_FORM_F16), host_policy(KV_FORM_F16, KV_TRANSFER_ZERO_COPY, 1, 2),
                            host_policy(KV_FORM_F16, KV_TRANSFER_COPY, 1, 2)};
     KvStream *streams[N_ELEMENTS(policies)];
 
     for (size_t i = 0; i < N_ELEMENTS(policies); i++) {
-        KvStore *store = store_new(fixture, &policies[i]);
-        KvCache *cache = cache_new(store);
+        KvStore *store = kv_rig_store(rig, &policies[i]);
+        KvCache *cache = kv_rig_cache(store);
 
-        streams[i] = kv_stream_new(&fixture->bench, SEED, N_TOKENS);
-        kv_bench_run(&fixture->bench, store, cache, streams[i], 40, 40);
+        streams[i] = kv_stream_new(&rig->bench, SEED, N_TOKENS);
+        kv_bench_run(&rig->bench, store, cache, streams[i], 40, 40);
         assert_int_equal(kv_cache_add_blank(cache, 577, NULL), 0);
         assert_int_equal(kv_cache_length(cache), 617);
-        kv_bench_run(&fixture->bench, store, cache, streams[i], 640, 1);
-        assert_same(fixture, streams[0], streams[i], 617, 640, "after zeros");
+        kv_bench_run(&rig->bench, store, cache, streams[i], 640, 1);
+        assert_same(rig, streams[0], streams[i], 617, 640, "after zeros");
         (void)kv_cache_free(cache);
         (void)kv_store_free(store);
     }
@@ -769,15 +769,15 @@ static void a_blank_past_is_as_long_and_the_same_everywhere(void **state)
 
 static void a_blank_past_is_refused_beyond_the_context_and_in_compatibility_mode(void **state)
 {
-    Fixture *fixture = *state;
+    KvRig *rig = *state;
     KvPolicy policy = device_policy(KV_FORM_F16), compatible = kv_policy_preset(KV_STRATEGY_QUANTIZED, true);
     ErrorDetail detail = ERROR_DETAIL_NULL;
     KvStore *store;
     KvCache *cache;
 
     policy.max_cache_tokens = 320;
-    store = store_new(fixture, &policy);
-    cache = cache_new(store);
+    store = kv_rig_store(rig, &policy);
+    cache = kv_rig_cache(store);
     assert_int_equal(kv_cache_add_blank(cache, 321, NULL), KV_E_CONTEXT);
     assert_int_equal(kv_cache_length(cache), 0);
     assert_int_equal(kv_cache_add_blank(cache, 320, NULL), 0);
@@ -787,8 +787,8 @@ static void a_blank_past_is_refused_beyond_the_context_and_in_compatibility_mode
     compatible.is_compatible = true;
     compatible.max_cache_tokens = KV_BENCH_MAX_TOKENS;
     assert_int_equal(kv_quant_options(&(KvQuantRequest){0}, &compatible.compatible, NULL), 0);
-    store = store_new(fixture, &compatible);
-    cache = cache_new(store);
+    store = kv_rig_store(rig, &compatible);
+    cache = kv_rig_cache(store);
     assert_int_equal(kv_cache_add_blank(cache, 1, &detail), -ENOTSUP);
     assert_non_null(strstr(detail.text, "compatibility mode"));
     assert_int_equal(kv_cache_length(cache), 0);
