@@ -268,6 +268,7 @@ typedef struct EngineQuery {
     bool want_ids, parse_special;
     int fd;
 } EngineQuery;
+/* All strings are copied.  When it fails the descriptor is still the caller's. */
 int engine_query(Engine *engine, const EngineQuery *query);
 
 /* A snapshot that the main thread may read at once (kept up to date by the engine under a lock): for bus properties. */

@@ -14,12 +14,19 @@
 #include "tests/lib/sim-rig.h"
 #include "tests/sim/clsim.h"
 
+#include <sys/mman.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 enum { N_PROMPT = 40, N_TOKENS = 8, N_BEAMS = 3 };
 
+/* A question, one with beams, and the life of a session: it speaks, is saved, taken back a little, cloned, restored elsewhere, and goes on. */
+typedef enum Kind { PLAIN, BEAMS, SESSION, N_KINDS } Kind;
+static const char *const kind_names[N_KINDS] = {"request", "request with beams", "session"};
+
 static char state_dir[] = "/tmp/leat-fault-XXXXXX", path[4096];
-static int32_t prompt[N_PROMPT];
+static int32_t prompt[N_PROMPT + N_TOKENS]; /* and the answer, when a session goes on */
+static int file; /* what sessions are saved to */
 static Talk *talk;
 
 /* ---- requests ------------------------------------------------------------------------------------------------------ */
@@ -31,28 +38,28 @@ typedef struct Answer {
     size_t n_ids;
 } Answer;
 
-static EngineRequest request_of(bool beams)
+static EngineRequest request_of(Kind kind)
 {
     EngineRequest request = raw_request("m", NULL, N_TOKENS);
 
     request.ids = prompt;
     request.n_ids = N_PROMPT;
     request.want_ids = request.sampling.ignore_eos = true;
-    if (beams)
+    if (kind == BEAMS)
         request.sampling.num_beams = request.sampling.num_return_sequences = N_BEAMS;
     return request;
 }
 
-/* What became of the job; the talk forgets it, so that there may be any number. */
+/* What became of the job, its tokens after those that are there; the talk forgets it, so that there may be any number. */
 static void hear(uint64_t job, Answer *ret)
 {
     Seen *seen = talk_wait(talk, job);
 
-    *ret = (Answer){.result = seen->result};
+    ret->result = seen->result;
     (void)snprintf(ret->said, sizeof(ret->said), "%s", seen->detail.text);
     MUST(seen->n_ids <= N_TOKENS && seen->n_sequences <= N_BEAMS);
-    memcpy(ret->ids, seen->ids, seen->n_ids * sizeof(int32_t));
-    ret->n_ids = seen->n_ids;
+    memcpy(ret->ids + ret->n_ids, seen->ids, seen->n_ids * sizeof(int32_t));
+    ret->n_ids += seen->n_ids;
     for (size_t i = 0; i < seen->n_sequences; i++) {
         EngineSequence *sequence = &seen->sequences[i];
 
@@ -66,43 +73,117 @@ static void hear(uint64_t job, Answer *ret)
     *seen = (Seen){.job = 0};
 }
 
-static void ask(bool beams, Answer *ret)
+static void refused(int r, const char *function, Answer *ret)
 {
-    EngineRequest request = request_of(beams);
-    uint64_t job = 0;
-    int r = engine_generate(talk->engine, &request, &job);
-
-    if (r == 0) {
-        hear(job, ret);
-        return;
-    }
-    *ret = (Answer){.result = ENGINE_RESULT_OUT_OF_MEMORY};
     MUST(r == -ENOMEM);
-    (void)snprintf(ret->said, sizeof(ret->said), "engine_generate: %s", strerror(-r));
+    ret->result = ENGINE_RESULT_OUT_OF_MEMORY;
+    (void)snprintf(ret->said, sizeof(ret->said), "%s: %s", function, strerror(-r));
 }
 
-static Answer expected[2];
-
-static bool is_right(const Answer *answer, bool beams)
+/* Whether it was answered. */
+static bool generate(const EngineRequest *request, Answer *ret)
 {
-    return answer->result == ENGINE_RESULT_DONE && answer->n_ids == expected[beams].n_ids &&
-           memcmp(answer->ids, expected[beams].ids, answer->n_ids * sizeof(int32_t)) == 0;
+    uint64_t job = 0;
+    int r = engine_generate(talk->engine, request, &job);
+
+    if (r == 0)
+        hear(job, ret);
+    else
+        refused(r, "engine_generate", ret);
+    return ret->result == ENGINE_RESULT_DONE;
+}
+
+/* A question about sessions; *ret_session (may be NULL) is one that it made.  Whether it was answered. */
+static bool query(EngineQueryKind kind, uint64_t session, int64_t n, int fd, uint64_t *ret_session, Answer *ret)
+{
+    EngineQuery query = {.kind = kind, .cookie = 1, .owner = 1, .session = session, .model = session ? NULL : "m", .n = n, .fd = fd < 0 ? fd : dup(fd)};
+    int r = engine_query(talk->engine, &query);
+
+    if (r != 0) {
+        if (query.fd >= 0)
+            (void)close(query.fd);
+        refused(r, "engine_query", ret);
+        return false;
+    }
+    talk_until(talk, talk->replies[1]);
+    ret->result = talk->replies[1]->result;
+    (void)snprintf(ret->said, sizeof(ret->said), "%s", talk->replies[1]->detail.text);
+    if (ret_session && ret->result == ENGINE_RESULT_DONE)
+        *ret_session = talk->replies[1]->session;
+    talk->replies[1] = engine_event_free(talk->replies[1]);
+    return ret->result == ENGINE_RESULT_DONE;
+}
+
+/* Each step, until one fails. */
+static void live(uint64_t sessions[static 3], Answer *ret)
+{
+    EngineRequest request = request_of(SESSION);
+
+    if (!query(ENGINE_QUERY_OPEN_SESSION, 0, 0, -1, &sessions[0], ret))
+        return;
+    request.session = sessions[0];
+    if (!generate(&request, ret) || !query(ENGINE_QUERY_SAVE_SESSION, sessions[0], 0, file, NULL, ret) ||
+        !query(ENGINE_QUERY_CROP_SESSION, sessions[0], -3, -1, NULL, ret) ||
+        !query(ENGINE_QUERY_CLONE_SESSION, sessions[0], 0, -1, &sessions[1], ret) || !query(ENGINE_QUERY_OPEN_SESSION, 0, 0, -1, &sessions[2], ret) ||
+        !query(ENGINE_QUERY_RESTORE_SESSION, sessions[2], 0, file, NULL, ret))
+        return;
+    memcpy(prompt + N_PROMPT, ret->ids, sizeof(int32_t) * N_TOKENS);
+    request.n_ids = N_PROMPT + N_TOKENS;
+    for (size_t i = 1; i < 3; i++) {
+        request.session = sessions[i];
+        if (!generate(&request, ret))
+            return;
+    }
+}
+
+/* What has failed is told by @ret; closing may fail once. */
+static void ask_session(Answer *ret)
+{
+    uint64_t sessions[3] = {0};
+    Answer close_answer = {.n_ids = 0};
+
+    live(sessions, ret);
+    for (size_t i = 0; i < 3; i++)
+        if (sessions[i] && !query(ENGINE_QUERY_CLOSE_SESSION, sessions[i], 0, -1, NULL, &close_answer)) {
+            if (ret->result == ENGINE_RESULT_DONE)
+                *ret = close_answer;
+            MUST(query(ENGINE_QUERY_CLOSE_SESSION, sessions[i], 0, -1, NULL, &close_answer));
+        }
+}
+
+static void ask(Kind kind, Answer *ret)
+{
+    EngineRequest request = request_of(kind);
+
+    *ret = (Answer){.n_ids = 0};
+    if (kind == SESSION)
+        ask_session(ret);
+    else
+        (void)generate(&request, ret);
+}
+
+static Answer expected[N_KINDS];
+
+static bool is_right(const Answer *answer, Kind kind)
+{
+    return answer->result == ENGINE_RESULT_DONE && answer->n_ids == expected[kind].n_ids &&
+           memcmp(answer->ids, expected[kind].ids, answer->n_ids * sizeof(int32_t)) == 0;
 }
 
 /* Without faults.  A device that did not open is tried again after a second. */
-static void ask_well(bool beams)
+static void ask_well(Kind kind)
 {
     Answer answer;
 
     for (int i = 0; i < 100; i++) {
-        ask(beams, &answer);
+        ask(kind, &answer);
         if (answer.result != ENGINE_RESULT_NO_DEVICE)
             break;
         talk_sleep(100000);
     }
     if (answer.result != ENGINE_RESULT_DONE)
         script_fail(__FILE__, __LINE__, "the next request ends with %d: %s", (int)answer.result, answer.said);
-    if (!is_right(&answer, beams))
+    if (!is_right(&answer, kind))
         script_fail(__FILE__, __LINE__, "the next request has other tokens");
 }
 
@@ -123,18 +204,18 @@ typedef struct Tally {
 } Tally;
 
 /* A fault is armed: the request, then the next one.  Whether it was met; @layer: it cannot be told. */
-static bool run_case(bool beams, clsim_set_faults_fn layer, Tally *tally)
+static bool run_case(Kind kind, clsim_set_faults_fn layer, Tally *tally)
 {
     const char *function;
     Answer answer;
     bool hit;
 
-    ask(beams, &answer);
+    ask(kind, &answer);
     hit = fault_disarm(&function);
     if (layer)
         CHECK(layer(NULL) == CL_SUCCESS);
     if (answer.result == ENGINE_RESULT_DONE) {
-        if (!is_right(&answer, beams))
+        if (!is_right(&answer, kind))
             script_fail(__FILE__, __LINE__, "wrong tokens");
         tally->n_survived += hit;
     } else {
@@ -147,13 +228,14 @@ static bool run_case(bool beams, clsim_set_faults_fn layer, Tally *tally)
     if (getenv("LEAT_FAULT_VERBOSE"))
         (void)printf("  %s: %d: %s\n", function, (int)answer.result, answer.said);
     tally->n_cases++;
-    ask_well(!beams);
+    ask_well((kind + 1) % N_KINDS);
     return hit;
 }
 
-static void say_tally(const char *what, uint32_t n, const Tally *tally)
+static void say_tally(const char *what, Kind kind, bool cold, uint32_t n, const Tally *tally)
 {
-    (void)printf("%s: of %u %u cases, %u requests failed, %u went on\n", what, n, tally->n_cases, tally->n_failed, tally->n_survived);
+    (void)printf("%s, %s %s: of %u %u cases, %u failed, %u went on\n", what, cold ? "cold" : "warm", kind_names[kind], n, tally->n_cases,
+                 tally->n_failed, tally->n_survived);
     (void)fflush(stdout);
 }
 
@@ -172,6 +254,7 @@ static void start(void)
                          .path = path,
                          .policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false),
                          .parallel = 2,
+                         .n_prefixes = 2,
                          .keep_alive_usec = UINT64_MAX};
     EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")},
                              .models = &model,
@@ -183,7 +266,7 @@ static void start(void)
     talk = talk_new(&options);
 }
 
-/* An engine that has served both kinds of request twice, and what is there before it. */
+/* An engine that has served each kind of request twice, and what is there before it. */
 static void open_engine(FaultLive *ret_none)
 {
     script_init();
@@ -191,20 +274,22 @@ static void open_engine(FaultLive *ret_none)
     CHECK(mkdtemp(state_dir) != NULL);
     rig_path("tiny-llama-mixed.gguf", path, sizeof(path));
     rig_random_ids(77, SCRIPT_VOCAB, prompt, N_PROMPT);
+    file = memfd_create("session", MFD_CLOEXEC);
+    CHECK(file >= 0);
     script_say("without faults");
     for (int i = 0; i < 2; i++) {
         start();
-        for (int beams = 0; beams < 2; beams++) {
-            ask(beams, &expected[beams]);
-            if (expected[beams].result != ENGINE_RESULT_DONE)
-                script_fail(__FILE__, __LINE__, "%s", expected[beams].said);
+        for (Kind kind = 0; kind < N_KINDS; kind++) {
+            ask(kind, &expected[kind]);
+            if (expected[kind].result != ENGINE_RESULT_DONE)
+                script_fail(__FILE__, __LINE__, "%s", expected[kind].said);
         }
         talk = talk_free(talk);
         fault_live(ret_none);
     }
     start();
-    ask_well(false);
-    ask_well(true);
+    for (Kind kind = 0; kind < N_KINDS; kind++)
+        ask_well(kind);
 }
 
 static void close_engine(const FaultLive *none)
@@ -220,7 +305,7 @@ static void close_engine(const FaultLive *none)
 /* ---- scenarios ----------------------------------------------------------------------------------------------------- */
 
 /* The @cold request loads the model. */
-static void every_call(bool cold, uint32_t wanted)
+static void every_call(Kind kind, bool cold, uint32_t wanted)
 {
     Tally tally = {0};
     uint32_t n, stride;
@@ -228,43 +313,41 @@ static void every_call(bool cold, uint32_t wanted)
     if (cold)
         unload();
     fault_count(false);
-    ask_well(false);
+    ask_well(kind);
     n = fault_n_calls();
     stride = fault_rig_stride(n, wanted);
     for (uint32_t i = 1 + fault_rig_seed() % stride; i <= n; i += stride) {
-        script_say("call %u of OpenCL of a %s request gives CL_OUT_OF_RESOURCES", i, cold ? "cold" : "warm");
+        script_say("call %u of OpenCL of a %s %s gives CL_OUT_OF_RESOURCES", i, cold ? "cold" : "warm", kind_names[kind]);
         if (cold)
             unload();
         fault_call(i, CL_OUT_OF_RESOURCES);
-        (void)run_case(!cold && i % 2, NULL, &tally);
+        (void)run_case(kind, NULL, &tally);
     }
-    say_tally(cold ? "calls, cold" : "calls, warm", n, &tally);
+    say_tally("calls", kind, cold, n, &tally);
 }
 
-static void every_allocation(bool cold, uint32_t wanted)
+static void every_allocation(Kind kind, bool cold, uint32_t wanted)
 {
     Tally tally = {0};
-    uint32_t n = 0, stride;
+    uint32_t n, stride;
 
-    for (int beams = 0; beams < (cold ? 1 : 2); beams++) {
+    if (cold)
+        unload();
+    fault_count(false);
+    ask_well(kind);
+    n = fault_n_allocations();
+    stride = fault_rig_stride(n, wanted);
+    for (uint32_t i = 1 + fault_rig_seed() % stride; i <= n; i += stride) {
+        script_say("allocation %u of a %s %s", i, cold ? "cold" : "warm", kind_names[kind]);
         if (cold)
             unload();
-        fault_count(false);
-        ask_well(beams);
-        n = fault_n_allocations();
-        stride = fault_rig_stride(n, wanted);
-        for (uint32_t i = 1 + fault_rig_seed() % stride; i <= n; i += stride) {
-            script_say("allocation %u of a %s request%s", i, cold ? "cold" : "warm", beams ? " with beams" : "");
-            if (cold)
-                unload();
-            fault_allocation(i);
-            (void)run_case(beams, NULL, &tally);
-        }
+        fault_allocation(i);
+        (void)run_case(kind, NULL, &tally);
     }
-    say_tally(cold ? "allocations, cold" : "allocations, warm", n, &tally);
+    say_tally("allocations", kind, cold, n, &tally);
 }
 
-static void every_event(uint32_t wanted)
+static void every_event(Kind kind, uint32_t wanted)
 {
     clsim_set_faults_fn layer = NULL;
     cl_platform_id platform;
@@ -281,9 +364,9 @@ static void every_event(uint32_t wanted)
         script_say("%s", fault);
         fault_count(false);
         CHECK(layer(fault) == CL_SUCCESS);
-        (void)run_case(i % 4 < 2, layer, &tally);
+        (void)run_case(kind, layer, &tally);
     }
-    say_tally("events", tally.n_cases, &tally);
+    say_tally("events", kind, false, tally.n_cases, &tally);
 }
 
 static void calls(void)
@@ -291,9 +374,11 @@ static void calls(void)
     FaultLive none;
 
     open_engine(&none);
-    every_call(false, 6);
-    every_call(true, 6);
-    every_event(6);
+    every_call(PLAIN, true, 6);
+    every_call(BEAMS, false, 4);
+    every_call(SESSION, false, 6);
+    for (Kind kind = 0; kind < N_KINDS; kind++)
+        every_event(kind, 2);
     close_engine(&none);
 }
 
@@ -302,8 +387,9 @@ static void allocations(void)
     FaultLive none;
 
     open_engine(&none);
-    every_allocation(false, 14);
-    every_allocation(true, 10);
+    every_allocation(PLAIN, true, 10);
+    for (Kind kind = 0; kind < N_KINDS; kind++)
+        every_allocation(kind, false, 12);
     close_engine(&none);
 }
 
