@@ -103,15 +103,13 @@ static int pack_pages(KvStore *store, uint32_t layer, const AttendLayer *buffers
     return error_trace(send_home(store, layer, packed));
 }
 
-static int attend_one_tile(KvStore *store, uint32_t layer, uint32_t t, const AttendLayer *buffers)
+/* Where a tile of a layer is, but for what comes by a ring; what it waits for. */
+static AttendTile find_tile(const KvStore *store, uint32_t layer, uint32_t t, GpuEvent **ret_wait)
 {
-    _cleanup_(gpu_event_unrefp) GpuEvent *done = NULL;
     const KvLayerPlace *place = &store->sizes.layers[layer];
     const KvSection *section = &store->sections[place->section];
     const KvTile *tile = &section->schedule.tiles[t];
     KvHomeEvents home = kv_store_home(store);
-    KvRingSlot *slot = NULL;
-    GpuEvent *wait = NULL;
     AttendTile args = {
         .pages = store->fresh[layer & 1], /* when nothing of the tile is at home */
         .fresh = store->fresh[layer & 1],
@@ -121,13 +119,28 @@ static int attend_one_tile(KvStore *store, uint32_t layer, uint32_t t, const Att
         .spans_offset = section->spans_offset + (uint64_t)t * section->schedule.n_groups * sizeof(AttendSpan),
         .n_refs = tile->n_refs,
     };
-    int r;
 
+    *ret_wait = NULL;
     if (tile->arena) {
         args.pages = tile->arena->buffer;
         args.pages_offset = place->plane * tile->arena->plane_bytes;
-        wait = tile->serial > home.settled ? home.events[place->owner] : NULL;
-    } else if (tile->staged) {
+        *ret_wait = tile->serial > home.settled ? home.events[place->owner] : NULL;
+    }
+    return args;
+}
+
+static int attend_one_tile(KvStore *store, uint32_t layer, uint32_t t, const AttendLayer *buffers)
+{
+    _cleanup_(gpu_event_unrefp) GpuEvent *done = NULL;
+    const KvSection *section = &store->sections[store->sizes.layers[layer].section];
+    const KvTile *tile = &section->schedule.tiles[t];
+    KvHomeEvents home = kv_store_home(store);
+    KvRingSlot *slot = NULL;
+    GpuEvent *wait;
+    AttendTile args = find_tile(store, layer, t, &wait);
+    int r;
+
+    if (!tile->arena && tile->staged) {
         r = kv_ring_acquire(&store->ring, home, &slot);
         if (r)
             return error_trace(r);
@@ -140,6 +153,32 @@ static int attend_one_tile(KvStore *store, uint32_t layer, uint32_t t, const Att
     return error_trace(kv_ring_release(&store->ring, home, TAKE_PTR(done)));
 }
 
+/* A layer in one launch, which commits.  Not what comes by a ring: its slot would be free later, and what does not read it would wait for
+ * it. */
+static bool is_whole(const KvStore *store, uint32_t layer)
+{
+    const KvLayerPlace *place = &store->sizes.layers[layer];
+    const KvSection *section = &store->sections[place->section];
+    const KvSchedule *schedule = &section->schedule;
+    const KvTile *tile = schedule->n_tiles > 0 ? &schedule->tiles[0] : NULL;
+
+    if (!place->last || schedule->n_packs > 0 || schedule->n_tiles > 1 || (tile && tile->staged && !tile->arena))
+        return false;
+    return attend_is_whole(section->attend, &section->pass, tile ? tile->n_refs : 0);
+}
+
+static int run_whole_layer(KvStore *store, uint32_t layer, const AttendLayer *buffers, const GpuBuffer *qkv, GpuBuffer *out)
+{
+    const KvSection *section = &store->sections[store->sizes.layers[layer].section];
+    GpuEvent *wait = NULL;
+    AttendTile tile;
+
+    if (section->schedule.n_tiles > 0)
+        tile = find_tile(store, layer, 0, &wait);
+    return error_trace(attend_whole(section->attend, &section->pass, buffers, qkv, section->schedule.n_tiles > 0 ? &tile : NULL,
+                                    (GpuWait){&wait, 1}, out));
+}
+
 /* A layer that others share is committed after the last of them: until then they read the tail as it was before the pass. */
 static int run_layer(KvStore *store, uint32_t layer, const GpuBuffer *qkv, GpuBuffer *out)
 {
@@ -148,6 +187,8 @@ static int run_layer(KvStore *store, uint32_t layer, const GpuBuffer *qkv, GpuBu
     AttendLayer buffers = kv_store_layer(store, layer);
     int r;
 
+    if (is_whole(store, layer))
+        return error_trace(run_whole_layer(store, layer, &buffers, qkv, out));
     r = attend_prepare(section->attend, &section->pass, &buffers, qkv);
     if (!r)
         r = pack_pages(store, layer, &buffers);

@@ -24,7 +24,7 @@ typedef struct Attend {
     uint32_t blocks_per_launch; /* of one group; INT32_MAX unless the driver limits loops */
     AttendSizes sizes;
     GpuBuffer *operands, *state, *kept, *partials, *page_angles, *places, *scratch;
-    GpuKernel *prepare, *pack, *tile, *fold, *finish, *commit, *refill;
+    GpuKernel *prepare, *pack, *tile, *fold, *finish, *whole, *commit, *refill;
 
     /* Partial results of a split tile that nobody has merged yet; borrowed from its AttendTile. */
     struct {

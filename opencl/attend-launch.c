@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Attention: launches.  A decode step of one tile takes three a layer: prepare, tile (split), finish, which merges the
- * partial results and commits; each further tile adds the merge of the one before it.
+ * Attention: launches.  A decode step of one tile takes one a layer where attend_is_whole(), else three: prepare, tile (split), finish, which
+ * merges the partial results and commits; each further tile adds the merge of the one before it.
  */
 
 #include "opencl/attend-internal.h"
@@ -153,17 +153,22 @@ static int fold_pending(Attend *attend, const AttendPass *pass)
     return gpu_launch(attend->fold, range_for(attend, n_units, 64, 16), GPU_WAIT_NONE, NULL);
 }
 
+/* So many sequential walks keep all threads busy. */
+static uint64_t enough_walks(const Attend *attend)
+{
+    return (uint64_t)gpu_info(attend->gpu)->compute_units * (attend->kernels == ATTEND_KERNELS_LANES ? 8 : 4);
+}
+
 /* Whether to split @tile, and rows of a ref in the partial results: one more than rows can be spared from the other groups. */
 static bool choose_split(const Attend *attend, const AttendPass *pass, const AttendTile *tile, uint32_t *ret_ref_rows)
 {
     uint32_t ref_rows = MIN(pass->n_rows - pass->n_groups + 1, (uint32_t)KV_PAGE_TOKENS);
     uint64_t n_walks = (uint64_t)pass->n_groups * attend->options.shape.n_kv_heads;
-    uint64_t enough = (uint64_t)gpu_info(attend->gpu)->compute_units * (attend->kernels == ATTEND_KERNELS_LANES ? 8 : 4);
 
     *ret_ref_rows = ref_rows;
     if ((uint64_t)tile->n_refs * ref_rows > attend->options.max_refs || attend->options.spread == ATTEND_SPREAD_SEQUENTIAL)
         return false;
-    return attend->options.spread == ATTEND_SPREAD_SPLIT || n_walks < enough;
+    return attend->options.spread == ATTEND_SPREAD_SPLIT || n_walks < enough_walks(attend);
 }
 
 /* One launch over a tile; sequential ones walk refs [skip, skip + most) of each group. */
@@ -255,6 +260,56 @@ int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *lay
     attend->pending.spans = NULL;
     return gpu_launch(attend->finish, range_for(attend, (uint64_t)pass->n_rows * attend->options.shape.n_kv_heads, 3, 16),
                       GPU_WAIT_NONE, NULL);
+}
+
+/* Blocks that one thread may walk while others have nothing to do: a launch and its gap take as long. */
+#define WHOLE_FEW_REFS 4
+
+bool attend_is_whole(const Attend *attend, const AttendPass *pass, uint32_t n_refs)
+{
+    uint64_t n_walks = (uint64_t)pass->n_groups * attend->options.shape.n_kv_heads;
+
+    if (!attend->whole || attend->options.spread != ATTEND_SPREAD_AUTO || attend->options.visibility.mask == ATTEND_MASK_CROSS ||
+        attend->blocks_per_launch < n_refs)
+        return false;
+    return pass->n_rows == pass->n_groups && pass->n_rows == pass->n_sequences &&
+           (n_refs <= WHOLE_FEW_REFS || n_walks >= enough_walks(attend));
+}
+
+int attend_whole(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *qkv, const AttendTile *tile,
+                 GpuWait wait, GpuBuffer *out)
+{
+    AttendVisibility visibility = attend->options.visibility;
+    Arguments a = {.kernel = attend->whole};
+
+    if (!pass_fits(attend, pass) || !attend_is_whole(attend, pass, tile ? tile->n_refs : 0) ||
+        (attend->options.sink_logits && !layer->sink_logits))
+        return error_origin(-EINVAL);
+    attend->pending.spans = NULL;
+    pass_int(&a, pass->n_rows);
+    pass_int(&a, tile != NULL);
+    pass_int(&a, visibility.mask);
+    pass_int(&a, visibility.window);
+    pass_buffer(&a, qkv);
+    pass_part(&a, pass->rope, pass->rope_offset);
+    pass_part(&a, layer->calibration, layer->calibration_offset);
+    pass_part(&a, pass->groups, pass->groups_offset);
+    pass_part(&a, tile ? tile->refs : NULL, tile ? tile->refs_offset : 0);
+    pass_part(&a, tile ? tile->spans : NULL, tile ? tile->spans_offset : 0);
+    pass_part(&a, tile ? tile->pages : NULL, tile ? tile->pages_offset : 0);
+    pass_buffer(&a, attend->operands);
+    pass_buffer(&a, attend->state);
+    pass_buffer(&a, attend->kept);
+    pass_buffer(&a, attend->page_angles);
+    pass_buffer(&a, attend->places);
+    pass_buffer(&a, attend->scratch);
+    pass_tail(&a, layer);
+    pass_part(&a, layer->sink_logits, layer->sink_logits_offset);
+    pass_buffer(&a, out);
+    if (a.r)
+        return error_trace(a.r);
+    return gpu_launch(attend->whole, range_for(attend, (uint64_t)pass->n_rows * attend->options.shape.n_kv_heads, 3, ATTEND_TILE_GROUPS_MAX),
+                      wait, NULL);
 }
 
 int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *layer)

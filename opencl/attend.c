@@ -21,6 +21,7 @@ Attend *attend_free(Attend *attend)
     (void)gpu_kernel_free(attend->tile);
     (void)gpu_kernel_free(attend->fold);
     (void)gpu_kernel_free(attend->finish);
+    (void)gpu_kernel_free(attend->whole);
     (void)gpu_kernel_free(attend->commit);
     (void)gpu_kernel_free(attend->refill);
     (void)gpu_buffer_free(attend->operands);
@@ -72,14 +73,15 @@ static int format_options(const Attend *attend, char *buffer, size_t size)
 static int build_kernels(Attend *attend, ErrorDetail *reterr)
 {
     static const char *const sources[] = {"attend-common.cl", "attend-prepare.cl", "attend-group.cl",    "attend-pack.cl",  "attend-block.cl",
-                                          "attend-tile.cl",   "attend-x86.cl",     "attend-tile-x86.cl", "attend-walk.cl", "attend-finish.cl"};
+                                          "attend-tile.cl",   "attend-x86.cl",     "attend-tile-x86.cl", "attend-walk.cl", "attend-finish.cl",
+                                          "attend-whole.cl"};
     struct {
         const char *name;
         GpuKernel **kernel;
     } kernels[] = {
         {"attend_prepare", &attend->prepare}, {"attend_pack", &attend->pack},     {"attend_tile", &attend->tile},
         {"attend_fold", &attend->fold},       {"attend_finish", &attend->finish}, {"attend_commit", &attend->commit},
-        {"attend_refill", &attend->refill},
+        {"attend_refill", &attend->refill},   {"attend_whole", &attend->whole},
     };
     GpuProgram *program;
     char options[1024];
@@ -89,9 +91,14 @@ static int build_kernels(Attend *attend, ErrorDetail *reterr)
     if (r)
         return error_trace(r);
     r = gpu_program_get(attend->gpu, sources, N_ELEMENTS(sources), options, &program, reterr);
-    for (size_t i = 0; !r && i < N_ELEMENTS(kernels); i++)
-        if (kernels[i].kernel != &attend->refill || !kv_form_is_coded(attend->options.form))
+    for (size_t i = 0; !r && i < N_ELEMENTS(kernels); i++) {
+        bool is_there = kernels[i].kernel == &attend->refill ? !kv_form_is_coded(attend->options.form)
+                        : kernels[i].kernel == &attend->whole ? attend->kernels != ATTEND_KERNELS_LANES
+                                                              : true;
+
+        if (is_there)
             r = gpu_kernel_new(program, kernels[i].name, kernels[i].kernel, reterr);
+    }
     return r;
 }
 

@@ -188,6 +188,13 @@ int attend_tile(Attend *attend, const AttendPass *pass, const AttendLayer *layer
                 GpuEvent **ret_event);
 /* Tail and sinks, normalisation, inverse rotation: writes @out. */
 int attend_finish(Attend *attend, const AttendPass *pass, const AttendLayer *layer, GpuBuffer *out);
+/* Whether a pass that packs no pages, and reads @n_refs blocks in one tile or none, is better run by attend_whole(): CPU devices, one row a
+ * sequence.  The results are the same bits. */
+bool attend_is_whole(const Attend *attend, const AttendPass *pass, uint32_t n_refs);
+/* All of a layer's attention in one launch: attend_prepare(), attend_tile() of @tile (may be NULL), attend_finish(), attend_commit().
+ * No ref has ATTEND_REF_FRESH. */
+int attend_whole(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *qkv, const AttendTile *tile,
+                 GpuWait wait, GpuBuffer *out);
 /* Copies the pass's new keys and values into the tail ring (the last kv_ring_tokens() positions of each sequence) and the sinks;
  * after attend_finish() of this layer, which has already done it for sequences of one group: it may launch nothing.  Cross: after
  * attend_keep() and attend_pack(). */

@@ -254,6 +254,68 @@ static inline void turn_back(vfloat acc[PER_LANE(V_DIM / W)], float l, const __g
 }
 #endif
 
+/* The part in full precision of a row's keys. */
+static inline Tail tail_of(const __global Group *group, int row, int n_rows, int kv_head, int mask, int window, const __global uchar *kept,
+                           const __global uchar *tail)
+{
+    const int position = row_position(group, row - group->row0, mask), low = first_visible(group, position, mask, window);
+    Tail t = {min(low, SINK_TOKENS), 0, max(group->n_packed * PAGE_TOKENS, low), 0, group->new_start, group->new_row0, n_rows,
+              kv_head, kept, tail};
+
+    t.n_sinks = group->n_packed > 0 ? SINK_TOKENS - t.first_sink : 0;
+    t.n = t.n_sinks + position - t.first + 1;
+    return t;
+}
+
+/* What a split tile has left for one row; none when there is no pending tile. */
+typedef struct { Span span; int ref_rows, row_of_group; const __global float *partials; } Pending;
+
+/* The query heads of one (row, KV head). */
+static inline void finish_row(const Tail *t, const TailPlaces *places, int row, Pending pending, const __global float *operands,
+                              const __global float *states, const __global float *constants, const __global float *logits,
+                              SHARED float *shared, __global float *out)
+{
+    for (int first = 0; first < N_REP; first += COLS) {
+        Columns columns;
+        vfloat tail_acc[COLS][PER_LANE(V_DIM / W)];
+        float tail_m[COLS], tail_l[COLS];
+
+        UNROLL for (int c = 0; c < COLS; c++)
+            columns.operand[c] = operands + ((size_t)row * N_HEADS + t->kv_head * N_REP + min(first + c, N_REP - 1)) * OP_FLOATS;
+        tail_scores(t, places, &columns, shared);
+        UNROLL for (int c = 0; c < COLS; c++)
+            tail_l[c] = tail_weights(shared + c * TAIL_PADDED, &tail_m[c]);
+        tail_values(t, places, shared, tail_acc);
+        for (int c = 0; c < COLS && first + c < N_REP; c++) {
+            const int head = t->kv_head * N_REP + first + c;
+            __global float *to = out + ((size_t)row * N_HEADS + head) * V_DIM;
+            vfloat acc[PER_LANE(V_DIM / W)];
+            float m, l;
+            int k = 0;
+
+            state_load(states + ((size_t)row * N_HEADS + head) * STATE_FLOATS, &m, &l, acc);
+            fold_partials(pending.span, pending.ref_rows, pending.row_of_group, head, pending.partials, &m, &l, acc);
+#if CODED
+            turn_back(acc, l, constants, t->kv_head, shared + COLS * TAIL_PADDED);
+#endif
+            const Fold fold = fold_begin(m, tail_m[c]);
+            const float sum = fold_one(fold, l, tail_l[c]);
+#if SINK_LOGITS
+            const Fold sink = fold_begin(fold.m, logits[head] * LOG2E);
+            const float inverse = sink.old_factor / fold_one(sink, sum, 1.0f);
+#else
+            const float inverse = 1.0f / sum;
+#endif
+
+            FOR_LANES(i, V_DIM / W) {
+                VSTORE(fold_vector(fold, acc[k], tail_acc[c][k]) * inverse, to + i * W);
+                k++;
+            }
+        }
+        SHARED_SYNC();
+    }
+}
+
 /* A unit is a (row, KV head). */
 __kernel void attend_finish(int n_rows, int n_groups, int mask, int window, const __global uchar *group_buffer, ulong groups_offset,
                             int pending, int ref_rows, const __global uchar *span_buffer, ulong spans_offset, const __global float *partials,
@@ -268,57 +330,17 @@ __kernel void attend_finish(int n_rows, int n_groups, int mask, int window, cons
     for (int unit = unit_begin(n); unit < unit_end(n); unit++) {
         const int row = unit / N_KV, kv_head = unit % N_KV, g = group_of_row(groups, n_groups, row);
         const __global Group *group = groups + g;
-        const int position = row_position(group, row - group->row0, mask), low = first_visible(group, position, mask, window);
         __global uchar *tail = tails + tail_offset + group->tail_slot * tail_stride;
-        Tail t = {min(low, SINK_TOKENS), 0, max(group->n_packed * PAGE_TOKENS, low), 0, group->new_start, group->new_row0, n_rows,
-                  kv_head, kept, tail};
+        const Tail t = tail_of(group, row, n_rows, kv_head, mask, window, kept, tail);
+        Pending left = {{0, 0}, ref_rows, row - group->row0, partials};
         TailPlaces places;
 
-        t.n_sinks = group->n_packed > 0 ? SINK_TOKENS - t.first_sink : 0;
-        t.n = t.n_sinks + position - t.first + 1;
         tail_find(&t, &places);
-        for (int first = 0; first < N_REP; first += COLS) {
-            Columns columns;
-            vfloat tail_acc[COLS][PER_LANE(V_DIM / W)];
-
-            UNROLL for (int c = 0; c < COLS; c++)
-                columns.operand[c] = operands + ((size_t)row * N_HEADS + kv_head * N_REP + min(first + c, N_REP - 1)) * OP_FLOATS;
-            tail_scores(&t, &places, &columns, shared);
-            float tail_m[COLS], tail_l[COLS];
-
-            UNROLL for (int c = 0; c < COLS; c++)
-                tail_l[c] = tail_weights(shared + c * TAIL_PADDED, &tail_m[c]);
-            tail_values(&t, &places, shared, tail_acc);
-            for (int c = 0; c < COLS && first + c < N_REP; c++) {
-                const int head = kv_head * N_REP + first + c;
-                __global float *to = out + ((size_t)row * N_HEADS + head) * V_DIM;
-                vfloat acc[PER_LANE(V_DIM / W)];
-                float m, l;
-                int k = 0;
-
-                state_load(states + ((size_t)row * N_HEADS + head) * STATE_FLOATS, &m, &l, acc);
-                if (pending)
-                    fold_partials(AT(Span, span_buffer, spans_offset)[g], ref_rows, row - group->row0, head, partials, &m, &l, acc);
-#if CODED
-                turn_back(acc, l, AT(float, calibration, calibration_offset), kv_head, shared + COLS * TAIL_PADDED);
-#endif
-                const Fold fold = fold_begin(m, tail_m[c]);
-                const float sum = fold_one(fold, l, tail_l[c]);
-#if SINK_LOGITS
-                const Fold sink = fold_begin(fold.m, AT(float, logit_buffer, logits_offset)[head] * LOG2E);
-                const float inverse = sink.old_factor / fold_one(sink, sum, 1.0f);
-#else
-                const float inverse = 1.0f / sum;
-#endif
-
-                FOR_LANES(i, V_DIM / W) {
-                    VSTORE(fold_vector(fold, acc[k], tail_acc[c][k]) * inverse, to + i * W);
-                    k++;
-                }
-            }
-            SHARED_SYNC();
-        }
+        if (pending)
+            left.span = AT(Span, span_buffer, spans_offset)[g];
+        finish_row(&t, &places, row, left, operands, states, AT(float, calibration, calibration_offset),
+                   AT(float, logit_buffer, logits_offset), shared, out);
         if (mask != CROSS && group_is_alone(groups, n_groups, g))
-            commit_row(kept, n_rows, row, position, kv_head, true, tail);
+            commit_row(kept, n_rows, row, row_position(group, row - group->row0, mask), kv_head, true, tail);
     }
 }

@@ -105,14 +105,22 @@ class Timeline:
         return statistics.median(gaps)
 
     def n_layers(self):
-        return sum(e["name"].startswith("attend_finish") for e in self.steps[0])
+        return sum(ends_layer(e) for e in self.steps[0])
 
     def kernel_usec(self):
         return statistics.median(sum(e["dur"] for e in step if e["cat"] == "kernel") for step in self.steps)
 
 
+def reads_tile(event):
+    return event["name"].startswith(("attend_tile", "attend_whole"))
+
+
+def ends_layer(event):
+    return event["name"].startswith(("attend_finish", "attend_whole"))
+
+
 def waits(event):
-    return event["name"].startswith("attend_tile") or event["name"] == "kv gate"
+    return reads_tile(event) or event["name"] == "kv gate"
 
 
 def is_part(event):
@@ -175,7 +183,7 @@ def floors(timeline, host_gap, launch_gap):
                 time = max(time, homewards.get(layer & 1, 0.0))
                 continue
             ring = None
-            if event["name"].startswith("attend_tile"):
+            if reads_tile(event) and tile < len(tiles):
                 ring, tile = "tile" if tiles[tile] else None, tile + 1
             elif is_part(event):
                 ring, part = "part" if run["parts"][part] else None, part + 1
@@ -186,7 +194,7 @@ def floors(timeline, host_gap, launch_gap):
                 link.read(ring, time)
             if event["name"].startswith("attend_pack"):
                 down_free = homewards[layer & 1] = max(down_free, time + link.latency) + home
-            elif event["name"].startswith("attend_finish"):
+            elif ends_layer(event):
                 layer, tile = layer + 1, 0
         assert part == len(run["parts"]), (part, len(run["parts"]))
         time += host_gap

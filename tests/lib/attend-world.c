@@ -469,25 +469,48 @@ static AttendPass plan_pass(const World *w, const Plan *p, uint32_t n_items)
     return (AttendPass){p->n_rows, p->n_groups, w->input, INPUT_OFFSET + p->rope_at, w->input, INPUT_OFFSET + p->groups_at, n_items};
 }
 
+static AttendTile plan_tile(const World *w, const Plan *p, uint32_t t)
+{
+    return (AttendTile){w->pages, PAGES_OFFSET, w->fresh, w->input, INPUT_OFFSET + p->refs_at[t], w->input, INPUT_OFFSET + p->spans_at[t],
+                        p->n_refs[t]};
+}
+
+/* In one launch where it may be; whether it was. */
+static bool run_whole(World *w, const Plan *p, const AttendPass *pass, const AttendLayer *layer)
+{
+    bool has_tile = p->n_tiles > 0 && p->n_refs[0] > 0;
+    AttendTile tile;
+
+    if (p->n_packs > 0 || p->n_tiles > 1 || !attend_is_whole(w->attend, pass, has_tile ? p->n_refs[0] : 0))
+        return false;
+    tile = plan_tile(w, p, 0);
+    assert_int_equal(attend_whole(w->attend, pass, layer, w->qkv, has_tile ? &tile : NULL, GPU_WAIT_NONE, w->out), 0);
+    return true;
+}
+
+static void run_apart(World *w, const Plan *p, const AttendPass *pass, const AttendLayer *layer)
+{
+    assert_int_equal(attend_prepare(w->attend, pass, layer, w->qkv), 0);
+    if (p->n_packs > 0)
+        assert_int_equal(attend_pack(w->attend, pass, layer, w->input, INPUT_OFFSET + p->packs_at, p->n_packs, w->fresh, NULL), 0);
+    for (uint32_t t = 0; t < p->n_tiles; t++) {
+        AttendTile tile = plan_tile(w, p, t);
+
+        if (p->n_refs[t] > 0)
+            assert_int_equal(attend_tile(w->attend, pass, layer, &tile, GPU_WAIT_NONE, NULL), 0);
+    }
+    assert_int_equal(attend_finish(w->attend, pass, layer, w->out), 0);
+    if (!is_cross(w))
+        assert_int_equal(attend_commit(w->attend, pass, layer), 0);
+}
+
 static void run(World *w, const Plan *p, uint32_t n_items)
 {
     AttendPass pass = plan_pass(w, p, n_items);
     AttendLayer layer = world_layer(w);
 
-    assert_int_equal(attend_prepare(w->attend, &pass, &layer, w->qkv), 0);
-    if (p->n_packs > 0)
-        assert_int_equal(
-            attend_pack(w->attend, &pass, &layer, w->input, INPUT_OFFSET + p->packs_at, p->n_packs, w->fresh, NULL), 0);
-    for (uint32_t t = 0; t < p->n_tiles; t++) {
-        AttendTile tile = {w->pages, PAGES_OFFSET, w->fresh, w->input, INPUT_OFFSET + p->refs_at[t], w->input,
-                           INPUT_OFFSET + p->spans_at[t], p->n_refs[t]};
-
-        if (p->n_refs[t] > 0)
-            assert_int_equal(attend_tile(w->attend, &pass, &layer, &tile, GPU_WAIT_NONE, NULL), 0);
-    }
-    assert_int_equal(attend_finish(w->attend, &pass, &layer, w->out), 0);
-    if (!is_cross(w))
-        assert_int_equal(attend_commit(w->attend, &pass, &layer), 0);
+    if (!run_whole(w, p, &pass, &layer))
+        run_apart(w, p, &pass, &layer);
     finish(w);
 }
 

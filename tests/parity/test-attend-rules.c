@@ -87,6 +87,7 @@ static void check_cuts(Gpu *gpu, KvForm form, bool exact, AttendKernels kernels)
         {ATTEND_SPREAD_SPLIT, 1, 150, 0},      /* tiles of one block: partial results fold between launches */
         {ATTEND_SPREAD_SEQUENTIAL, 2, 37, 0},
         {ATTEND_SPREAD_AUTO, 0, 64, 41},       /* beside another sequence */
+        {ATTEND_SPREAD_AUTO, 0, 1, 1},         /* row by row beside another's: in one launch, but where pages are packed */
     };
     _cleanup_(freep) float *first = run(gpu, form, exact, kernels, (Cut){ATTEND_SPREAD_SEQUENTIAL, 0, 240, 0});
 
@@ -231,6 +232,12 @@ static void wrong_passes_are_refused(void **state)
     assert_int_equal(attend_prepare(attend, &(AttendPass){.n_rows = options.max_rows + 1, .n_groups = 9}, &layer, NULL), -EINVAL);
     assert_int_equal(attend_finish(attend, &(AttendPass){.n_rows = 1, .n_groups = 2}, &layer, NULL), -EINVAL);
     assert_int_equal(attend_tile(attend, &(AttendPass){.n_rows = 1, .n_groups = 1}, &layer, &tile, GPU_WAIT_NONE, NULL), -EINVAL);
+    /* In one launch: of a sequence each row, with as many blocks as a thread may walk alone. */
+    assert_false(attend_is_whole(attend, &(AttendPass){.n_rows = 2, .n_groups = 1, .n_sequences = 1}, 0));
+    assert_false(attend_is_whole(attend, &(AttendPass){.n_rows = 2, .n_groups = 2, .n_sequences = 1}, 0));
+    assert_false(attend_is_whole(attend, &(AttendPass){.n_rows = 1, .n_groups = 1, .n_sequences = 1}, 1000));
+    assert_int_equal(attend_whole(attend, &(AttendPass){.n_rows = 2, .n_groups = 1, .n_sequences = 1}, &layer, NULL, NULL, GPU_WAIT_NONE, NULL),
+                     -EINVAL);
     assert_false(gpu_is_lost(*state));
 }
 

@@ -623,6 +623,25 @@ int attend_commit(Attend *attend, const AttendPass *pass, const AttendLayer *lay
                        &(LooseCommand){.run = loose_commit, .attend = attend, .pass = *pass, .layer = *layer}, GPU_WAIT_NONE, NULL);
 }
 
+/* Rows of different sequences, as on CPU devices. */
+bool attend_is_whole(const Attend *attend, const AttendPass *pass, uint32_t n_refs)
+{
+    return attend->options.visibility.mask != ATTEND_MASK_CROSS && pass->n_rows == pass->n_groups && pass->n_rows == pass->n_sequences &&
+           n_refs <= attend->options.max_refs;
+}
+
+int attend_whole(Attend *attend, const AttendPass *pass, const AttendLayer *layer, const GpuBuffer *qkv, const AttendTile *tile, GpuWait wait,
+                 GpuBuffer *out)
+{
+    int r = attend_prepare(attend, pass, layer, qkv);
+
+    if (r == 0 && tile)
+        r = attend_tile(attend, pass, layer, tile, wait, NULL);
+    if (r == 0)
+        r = attend_finish(attend, pass, layer, out);
+    return r ? r : attend_commit(attend, pass, layer);
+}
+
 int attend_refill(Attend *attend, const AttendLayer *layer, const GpuBuffer *packs, uint64_t packs_offset, uint32_t n_packs,
                   const GpuBuffer *pages, uint64_t pages_offset)
 {
