@@ -284,7 +284,7 @@ def judge(name, timeline, host_gap, kernel_usec):
 
 def bench(build, model, work, environment, cases=(("SmolLM2", 2048), ("SmolLM2", 8064), ("toy", 32768)), links=LINKS, policies=POLICIES):
     """Bar 6 on the simulated small GPU."""
-    b, worst = Bench(build, model, work, environment), {}
+    b, judged = Bench(build, model, work, environment), {}
     b.start("SmolLM2", 64, 10, [policy("read-rate", "leat", "")], 2)
     print(f"  kernels read {b.read_rate / 1e9:.1f} GB/s with one thread")
     for name, depth in cases:
@@ -293,15 +293,17 @@ def bench(build, model, work, environment, cases=(("SmolLM2", 2048), ("SmolLM2",
             print(f"  {name}, {depth:,} tokens, link 1/{link}")
             stays = {resident(form, more): None for _, form, more in policies}
             still = b.start(name, depth, link, list(stays), 13)
-            moving = b.start(name, depth, link, [policy(*p) for p in policies], 34 if link == links[0] else 13)
+            moving = b.start(name, depth, link, [policy(*p) for p in policies], 34 if link == links[0] else 21)
             for p in policies:
                 stay, timeline = still[resident(*p[1:]).split(":")[0]], moving[policy(*p).split(":")[0]]
                 ratio = judge(p[0], timeline, stay.host_gap(), stay.kernel_usec())
                 if ratio:
-                    worst[link] = max(worst.get(link, (0, "")), (ratio, f"{p[0]}, {name} at {depth:,}"))
-    for link, (ratio, where) in worst.items():
+                    judged.setdefault(link, []).append((ratio, f"{p[0]}, {name} at {depth:,}"))
+    for link, ratios in judged.items():
         title = f"wall / simulated floor, link 1/{link}"
-        print(f"{title:34} worst {ratio:.3f} ({where})   bar <= {BAR}")
+        print(f"{title:34} median {statistics.median(r for r, _ in ratios):.3f}, worst {max(ratios)[0]:.3f} ({max(ratios)[1]})   bar <= {BAR}")
+    ratios = [r for some in judged.values() for r, _ in some]
+    print(f"{'wall / simulated floor':34} {sum(r <= BAR for r in ratios)} of {len(ratios)} within the bar")
 
 
 WEIGHTS = [("weights at 40 %", "strategy=quantized,weights=40"),

@@ -38,14 +38,22 @@ static struct {
 /* How often this thread was looked at; < 0: it has a processor to itself. */
 static __thread int looked_at __attribute__((tls_model("initial-exec")));
 
+/* The C library has conditions of two kinds, which do not know each other; without a version dlsym() may find the old one. */
+static void *find(const char *name)
+{
+    void *function = dlvsym(RTLD_NEXT, name, "GLIBC_2.3.2");
+
+    return function ? function : dlsym(RTLD_NEXT, name);
+}
+
 __attribute__((constructor)) static void begin(void)
 {
     const char *usec = getenv("AWAKE_USEC");
     cpu_set_t allowed;
 
-    *(void **)&awake.signal = dlsym(RTLD_NEXT, "pthread_cond_signal");
-    *(void **)&awake.broadcast = dlsym(RTLD_NEXT, "pthread_cond_broadcast");
-    *(void **)&awake.wait = dlsym(RTLD_NEXT, "pthread_cond_wait");
+    *(void **)&awake.signal = find("pthread_cond_signal");
+    *(void **)&awake.broadcast = find("pthread_cond_broadcast");
+    *(void **)&awake.wait = find("pthread_cond_wait");
     CPU_ZERO(&awake.copies);
     if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0)
         return;
