@@ -109,8 +109,13 @@ static int new_model(Probe *probe, const ModelFile *file, const ModelOptions *op
     return probe->model->calibration ? 0 : error_origin(-ENOMEM);
 }
 
-/* @max_layers: of the weights that stay on the device. */
-static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit, uint32_t n_layers, uint64_t head_bytes, uint32_t max_layers,
+static ModelWeights weights_of_layers(uint32_t max_layers)
+{
+    return (ModelWeights){.transfer = KV_TRANSFER_COPY, .n_slots = 2, .limit_layers = true, .max_layers = max_layers};
+}
+
+/* @weights: which of them stay on the device. */
+static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit, uint32_t n_layers, uint64_t head_bytes, ModelWeights weights,
                        ErrorDetail *reterr)
 {
     KvPolicy policy = fit->policy;
@@ -120,7 +125,7 @@ static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit,
         .max_rows = speed_probe_rows(fit),
         .max_sequences = 1,
         .deadline_usec = fit->options.deadline_usec,
-        .weights = {.transfer = KV_TRANSFER_COPY, .n_slots = 2, .limit_layers = true, .max_layers = max_layers},
+        .weights = weights,
     };
     int r;
 
@@ -411,25 +416,34 @@ static void solve_depths(const Depths *depths, double chunk, uint32_t n_layers, 
         speed->chunk_layer_past_sec = slope(chunk, depths->chunk, (double)n_layers * depths->chunk_at);
 }
 
-/* How fast kernels must have run beside copies for passes of @sec, of @kernels alone. */
-static double solve_beside(const Probe *probe, const ModelSpeed *speed, double kernels, bool logits, double sec, double *ret_copies)
+/* The pass that streams what the probe's model does, its kernels taking @kernels seconds. */
+static SpeedStep streaming_step(const Probe *probe, const ModelSpeed *speed, double kernels, double part_rate, bool logits)
 {
     ModelFit fit = {.policy = {.home = KV_HOME_DEVICE}};
     SpeedStep step;
 
     model_weights_plan(probe->model, &fit.plan);
-    step = speed_step(&fit, 0, speed->upload_rate, logits);
+    step = speed_step(&fit, 0, speed->upload_rate, part_rate, logits);
     step.head_sec = logits ? MIN(speed->head_sec, kernels) : 0;
     step.layer_sec = (kernels - step.head_sec) / MAX(step.n_layers, 1u);
-    *ret_copies = speed_step_copies(&step);
-    return speed_schedule_solve(&step, sec);
+    return step;
 }
 
-/* With all layers streamed. */
+/* What passes of @sec say: when copies outlast kernels how fast they were, else how fast kernels were beside them. */
+static void solve_streaming(const Probe *probe, const ModelSpeed *speed, double kernels, bool logits, double sec, double *part_rate,
+                            double *beside)
+{
+    SpeedStep step = streaming_step(probe, speed, kernels, speed->upload_rate, logits);
+
+    *part_rate = speed->upload_rate * speed_schedule_solve_rate(&step, sec);
+    step = streaming_step(probe, speed, kernels, *part_rate, logits);
+    *beside = speed_schedule_solve(&step, sec);
+}
+
+/* What streams in the probe's model. */
 static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *speed, double *ret_copies, ErrorDetail *reterr)
 {
     Times streamed = {.token = 0};
-    double copies;
     int r;
 
     r = time_copies(probe, &speed->upload_rate, reterr);
@@ -437,41 +451,78 @@ static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *sp
         r = time_beginning(probe, &streamed, reterr);
     if (r)
         return r;
-    speed->chunk_beside = solve_beside(probe, speed, resident->chunk, false, streamed.chunk, &copies);
-    speed->beside = solve_beside(probe, speed, resident->token, true, streamed.token, ret_copies);
+    solve_streaming(probe, speed, resident->chunk, false, streamed.chunk, &speed->chunk_part_rate, &speed->chunk_beside);
+    solve_streaming(probe, speed, resident->token, true, streamed.token, &speed->part_rate, &speed->beside);
+    *ret_copies = (double)probe->model->weights.placement.streamed_bytes / speed->part_rate;
     return 0;
 }
 
 /* With as many layers streamed as take about as long as the kernels. */
 static int measure_balance(Probe *probe, double resident, ModelSpeed *speed, ErrorDetail *reterr)
 {
-    double streamed = 0, copies;
+    double streamed = 0;
     int r = time_tokens(probe, true, PROBE_FIRST_TOKENS, &streamed, reterr);
 
-    if (!r)
-        speed->beside = solve_beside(probe, speed, resident, true, streamed, &copies);
+    if (!r) {
+        SpeedStep step = streaming_step(probe, speed, resident, speed->part_rate, true);
+
+        speed->beside = speed_schedule_solve(&step, streamed);
+    }
     return r;
 }
 
-static int probe_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
-                           ModelSpeed *speed, ErrorDetail *reterr)
+/* All layers, then as many as take about as long as the kernels. */
+static int probe_any_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
+                               ModelSpeed *speed, ErrorDetail *reterr)
 {
     double copies = 0;
     uint32_t n;
     int r;
 
-    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, 0, reterr);
+    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights_of_layers(0), reterr);
     if (!r)
         r = measure_streaming(probe, resident, speed, &copies, reterr);
     probe_end(probe);
     n = !r && copies > resident->token ? (uint32_t)(sizes->n_many * resident->token / copies + 0.5) : sizes->n_many;
     if (r || n == sizes->n_many || n == 0)
         return r;
-    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, sizes->n_many - n, reterr);
+    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights_of_layers(sizes->n_many - n), reterr);
     if (!r)
         r = measure_balance(probe, resident->token, speed, reterr);
     probe_end(probe);
     return r;
+}
+
+/* As the plan streams them, if it does: with the same share of the device.  MODEL_E_DEVICE_MEMORY when that is too little for what is run. */
+static int probe_planned_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
+                                   ModelSpeed *speed, ErrorDetail *reterr)
+{
+    const Weights *from = &file->weights;
+    double run = (double)sizes->head_bytes + span_bytes(from, 0, sizes->n_many + 1);
+    double whole = (double)from->blocks[from->output.block].bytes + span_bytes(from, 0, weights_n_spans(from)), copies;
+    ModelWeights weights = fit->options.weights;
+    int r;
+
+    weights.transfer = KV_TRANSFER_COPY;
+    weights.budget_bytes = (uint64_t)((double)weights.budget_bytes * MIN(run / whole, 1.0));
+    weights.max_layers = (uint32_t)((uint64_t)weights.max_layers * sizes->n_many / from->n_layers);
+    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights, reterr);
+    if (!r && probe->model->weights.placement.streamed_bytes == 0)
+        r = MODEL_E_DEVICE_MEMORY; /* rounding left nothing to copy */
+    if (!r)
+        r = measure_streaming(probe, resident, speed, &copies, reterr);
+    probe_end(probe);
+    return r;
+}
+
+static int probe_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
+                           ModelSpeed *speed, ErrorDetail *reterr)
+{
+    int r = MODEL_E_DEVICE_MEMORY;
+
+    if (fit->plan.weight_streamed_bytes > 0)
+        r = probe_planned_streaming(probe, file, fit, sizes, resident, speed, reterr);
+    return r == MODEL_E_DEVICE_MEMORY ? probe_any_streaming(probe, file, fit, sizes, resident, speed, reterr) : r;
 }
 
 int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, ModelSpeed *ret, ErrorDetail *reterr)
@@ -489,7 +540,7 @@ int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t b
     for (int many = sizes.n_few > 0 ? 0 : 1; many < 2 && !r; many++) {
         uint32_t n_layers = many ? sizes.n_many : sizes.n_few;
 
-        r = probe_begin(&probe, file, fit, n_layers, sizes.head_bytes, UINT32_MAX, reterr);
+        r = probe_begin(&probe, file, fit, n_layers, sizes.head_bytes, weights_of_layers(UINT32_MAX), reterr);
         if (!r)
             r = time_beginning(&probe, &times[many], reterr);
         if (!r && many)

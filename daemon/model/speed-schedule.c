@@ -133,7 +133,7 @@ static uint32_t pieces(double bytes, double most)
     return n <= 1 ? 1 : n >= 1e6 ? 1000000 : (uint32_t)n + ((double)(uint32_t)n < n);
 }
 
-SpeedStep speed_step(const ModelFit *fit, uint32_t depth, double rate, bool logits)
+SpeedStep speed_step(const ModelFit *fit, uint32_t depth, double tile_rate, double part_rate, bool logits)
 {
     const ModelPlan *plan = &fit->plan;
     double layers = MAX(plan->n_layers, 1u), per_token = (double)plan->kv.host_bytes_per_token / layers;
@@ -145,16 +145,16 @@ SpeedStep speed_step(const ModelFit *fit, uint32_t depth, double rate, bool logi
 
     if (past > 0 && step.tile_slots > 0) {
         step.n_tiles = pieces(past, per_token * plan->kv.tile_blocks * (KV_BLOCK_PAGES * KV_PAGE_TOKENS));
-        step.tile_copy_sec = past / step.n_tiles / rate;
+        step.tile_copy_sec = past / step.n_tiles / tile_rate;
     }
     if (spans > 0 && step.part_slots > 0) {
         step.n_streamed_layers = MAX(plan->n_layers - MIN(plan->n_layers_resident, plan->n_layers), 1u);
         step.n_parts = pieces(spans / step.n_streamed_layers, slot);
-        step.part_copy_sec = spans / step.n_streamed_layers / step.n_parts / rate;
+        step.part_copy_sec = spans / step.n_streamed_layers / step.n_parts / part_rate;
     }
     if (head > 0 && step.part_slots > 0) {
         step.n_head_parts = pieces(head, slot);
-        step.head_part_copy_sec = head / step.n_head_parts / rate;
+        step.head_part_copy_sec = head / step.n_head_parts / part_rate;
     }
     return step;
 }
@@ -190,6 +190,26 @@ double speed_schedule_solve(const SpeedStep *step, double sec)
         double middle = (low + high) / 2;
 
         if (speed_schedule(step, middle) > sec)
+            low = middle;
+        else
+            high = middle;
+    }
+    return high;
+}
+
+double speed_schedule_solve_rate(const SpeedStep *step, double sec)
+{
+    double low = 0.1, high = 1;
+
+    if (speed_step_copies(step) <= speed_step_kernels(step))
+        return 1;
+    for (uint32_t i = 0; i < 20; i++) {
+        double middle = (low + high) / 2;
+        SpeedStep slower = *step;
+
+        slower.part_copy_sec /= middle;
+        slower.head_part_copy_sec /= middle;
+        if (speed_schedule(&slower, 1) > sec)
             low = middle;
         else
             high = middle;

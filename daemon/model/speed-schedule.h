@@ -6,7 +6,7 @@
  *
  *   kernels    one at a time in order; one that reads a tile or a part begins when that has arrived
  *   copies     one at a time in the order in which the host queues them; one begins when the launch that read its slot before has ended
- *   both       a copy takes as long beside kernels as alone; a kernel may not: on a CPU device a copy takes a worker's time
+ *   both       a copy that is under way may slow kernels down: on a CPU device it takes a worker's time
  *
  * Steps follow each other: what the rings hold ahead at the end of one is of the next.
  */
@@ -26,8 +26,9 @@ typedef struct SpeedStep {
     double head_part_copy_sec;
 } SpeedStep;
 
-/* What of a step is copied, at @rate bytes a second: after @depth tokens, the head with logits only.  Kernels are the caller's to fill in. */
-SpeedStep speed_step(const ModelFit *fit, uint32_t depth, double rate, bool logits);
+/* What of a step is copied after @depth tokens, the head with logits only; rates of tiles and of parts in bytes a second.  Kernels are the
+ * caller's to fill in. */
+SpeedStep speed_step(const ModelFit *fit, uint32_t depth, double tile_rate, double part_rate, bool logits);
 static inline double speed_step_kernels(const SpeedStep *step)
 {
     return step->head_sec + step->n_layers * (step->layer_sec + step->past_sec);
@@ -37,3 +38,6 @@ double speed_step_copies(const SpeedStep *step);
 double speed_schedule(const SpeedStep *step, double beside);
 /* The other way round: @beside with which the step takes @sec, as near as can be. */
 double speed_schedule_solve(const SpeedStep *step, double sec);
+/* For a step whose parts alone take longer than its kernels: the share, up to 1, of their rate with which it takes @sec while kernels run as
+ * if alone.  1 for other steps. */
+double speed_schedule_solve_rate(const SpeedStep *step, double sec);

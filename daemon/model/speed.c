@@ -15,7 +15,7 @@
 #define PROBE_KEY_BYTES 600
 
 /* The version counts changes of what is measured. */
-static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 4};
+static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 5};
 
 typedef struct SpeedFile {
     char key[PROBE_KEY_BYTES];
@@ -32,11 +32,11 @@ static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit 
     const KvForm *form = &fit->policy.form;
     int n;
 
-    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|", info->name,
+    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|%llu %u|", info->name,
                  info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
                  p->n_vocab, p->attention.n_heads, p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim,
                  fit->options.exact, (int)form->kind, form->k_bits, form->v_bits, (int)form->centre, (int)form->rotation,
-                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit), speed_probe_rows(fit));
+                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit), speed_probe_rows(fit), (unsigned long long)fit->plan.weight_streamed_bytes, fit->plan.weight_slots);
     for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
         n += snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
     (void)snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);
@@ -119,7 +119,7 @@ KvRates model_speed_rates(const ModelSpeed *speed, const ModelFit *fit)
 
 static double predict_token(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, ModelPrediction *ret)
 {
-    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), true);
+    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), MAX(speed->part_rate, 1.0), true);
     double kernels, copies, sec, most;
 
     step.layer_sec = speed->layer_sec;
@@ -137,7 +137,7 @@ static double predict_token(const ModelSpeed *speed, const ModelFit *fit, uint32
 /* A pass of more rows than were timed takes longer in proportion, but brings weights and past once. */
 static double predict_prefill(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth)
 {
-    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), false);
+    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), MAX(speed->chunk_part_rate, 1.0), false);
     double rows = MAX((double)fit->options.max_rows, speed->chunk_rows), scale = rows / MAX(speed->chunk_rows, 1.0), sec;
 
     step.layer_sec = scale * speed->chunk_layer_sec;

@@ -6,12 +6,13 @@
  * The probe runs the real forward pass over a model of the same shape and weight types with weights of zero: as many layers as fit into some
  * bytes (when these are not all, a few and many, so that what a layer costs and what does not grow with the layers come apart), one row and a
  * chunk of rows, after nothing and after pasts of different lengths; the copies of its weights alone; and both kinds of pass with weights
- * streamed, which tells how fast kernels run beside a copy here (on a CPU device that takes a worker's time).  For single rows about
- * as many weights stream as take as long as the kernels, which is where the most can be hidden, and told from what cannot.
+ * streamed, which tells how fast kernels run beside a copy here, and copies beside kernels that they outlast (on a CPU device one takes the
+ * other's time).  Weights stream there as the plan streams them; when it does not, as many as take about as long as the kernels of a token,
+ * which is where that counts most.  What streams is then predicted by the schedule that the rings make (speed-schedule.h).
  * A few seconds on devices that we know.
  *
- * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute, form of the cache and where kernels read it; another driver
- * measures anew.
+ * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute, form of the cache and where kernels read it, rows of a pass, and
+ * what of the weights streams; another driver measures anew.
  */
 
 #include "daemon/model/model.h"
@@ -33,8 +34,9 @@ typedef struct ModelSpeed {
     double chunk_sec;             /* without logits: what does not grow with the layers */
     double chunk_layer_sec, chunk_layer_past_sec;
     double upload_rate;           /* bytes a second from host memory, alone */
+    double part_rate;             /* of parts of the weights beside kernels that they outlast (memory is one on a CPU device) */
     double beside;                /* how fast kernels run while a copy is under way, 1: as alone; while tokens are decoded */
-    double chunk_beside;          /* the same of chunks */
+    double chunk_part_rate, chunk_beside; /* the same of chunks */
 } ModelSpeed;
 
 /* Facts for a model as @fit plans it.  @may_measure: takes the device for a few seconds and half of what is free of it for that time.

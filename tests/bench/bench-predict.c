@@ -277,9 +277,9 @@ static void print_speed(const ModelSpeed *speed)
     for (uint32_t i = 0; i < speed->n_pasts; i++)
         (void)printf("%s[%.0f, %.2f]", i ? ", " : "", speed->pasts[i].tokens, 1e6 * speed->pasts[i].layer_sec);
     (void)printf("], \"chunk_rows\": %.0f, \"chunk_usec\": %.0f, \"chunk_layer_usec\": %.0f, \"chunk_layer_past_nsec\": %.1f, "
-                 "\"upload_rate\": %.3g, \"beside\": %.2f, \"chunk_beside\": %.2f}, ",
+                 "\"upload_rate\": %.3g, \"part_rate\": %.3g, \"beside\": %.2f, \"chunk_beside\": %.2f}, ",
                  speed->chunk_rows, 1e6 * speed->chunk_sec, 1e6 * speed->chunk_layer_sec, 1e9 * speed->chunk_layer_past_sec,
-                 speed->upload_rate, speed->beside, speed->chunk_beside);
+                 speed->upload_rate, speed->part_rate, speed->beside, speed->chunk_beside);
 }
 
 static void measure_decode(const Setup *setup, Run *run, const ModelSpeed *speed, const ModelFit *fit, uint32_t depth)

@@ -304,6 +304,7 @@ static void the_device_is_measured_once_and_left_as_it_was(void **state)
     gpu_memory_used(*state, used, &after);
     assert_int_equal(before, after);
     assert_true(speed.head_sec + speed.layer_sec > 0 && speed.chunk_rows == 64 && speed.upload_rate > 0 && speed.n_pasts >= 1);
+    assert_true(speed.part_rate > 0 && speed.part_rate <= speed.upload_rate && speed.chunk_part_rate > 0);
     assert_true(speed.beside >= 0 && speed.beside <= 1 && speed.chunk_beside >= 0 && speed.chunk_beside <= 1);
     assert_int_equal(model_speed(*state, file, &fit, false, &again, NULL), 0);
     assert_memory_equal(&speed, &again, sizeof(speed));
@@ -320,7 +321,8 @@ static void a_prediction_adds_up_what_was_measured(void **state)
 {
     ModelSpeed speed = {.head_sec = 0.001, .layer_sec = 0.0001, 
                         .n_pasts = 2, .pasts = {{0, 0}, {1000, 1e-5}}, .chunk_rows = 100, .chunk_sec = 0.01,
-                        .chunk_layer_sec = 0.002, .chunk_layer_past_sec = 1e-7, .upload_rate = 1e9, .beside = 1, .chunk_beside = 1};
+                        .chunk_layer_sec = 0.002, .chunk_layer_past_sec = 1e-7, .upload_rate = 1e9, .part_rate = 1e9, .chunk_part_rate = 1e9,
+                        .beside = 1, .chunk_beside = 1};
     ModelFit fit = {.policy = {.home = KV_HOME_HOST}};
     ModelPrediction prediction;
 

@@ -109,6 +109,22 @@ static void what_kernels_lose_beside_copies_is_found_again(void **state)
     assert_true(speed_schedule_solve(&step, 1) < 1e-4);
 }
 
+static void what_copies_lose_beside_kernels_is_found_again(void **state)
+{
+    SpeedStep step = usual_step(), slower;
+
+    (void)state;
+    step.n_streamed_layers = 10;
+    step.n_parts = 1;
+    step.part_copy_sec = 0.004;
+    slower = step;
+    slower.part_copy_sec = 0.008;
+    assert_true(fabs(speed_schedule_solve_rate(&step, speed_schedule(&slower, 1)) - 0.5) < 1e-4);
+    assert_true(speed_schedule_solve_rate(&step, 0.01) > 0.9999);
+    step.part_copy_sec = 0.003; /* hidden: how long it took says nothing of copies */
+    assert_true(speed_schedule_solve_rate(&step, 1) > 0.9999);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -118,6 +134,7 @@ int main(void)
         cmocka_unit_test(one_slot_hides_less),
         cmocka_unit_test(some_layers_that_stream_are_spread_among_those_that_stay),
         cmocka_unit_test(what_kernels_lose_beside_copies_is_found_again),
+        cmocka_unit_test(what_copies_lose_beside_kernels_is_found_again),
     };
 
     cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
