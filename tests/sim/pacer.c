@@ -15,9 +15,9 @@
 #include <sys/prctl.h>
 #include <time.h>
 
-#define PIECE_NSEC      100000        /* about this much is moved at once … */
+#define PIECE_NSEC      400000        /* about this much is moved at once: every turn takes the processor from the program's own thread … */
 #define PIECE_LEAST     (32u << 10)
-#define PIECE_MOST      (1u << 20)    /* … so that memory is looked after often */
+#define PIECE_MOST      (1u << 20)    /* … but memory is looked after often */
 #define SPIN_NSEC       100000u       /* the end of a copy is waited for awake, for a virtual machine ends a sleep 50 us late … */
 #define SPIN_SHARE      3             /* … but no more than a third of the time, for others need the processor, … */
 #define SPIN_MOST_NSEC  1000000u      /* … of a while */
