@@ -1,16 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A model of zeros is run and timed. */
+/* A model of zeros (speed-zeros.c) is run and timed. */
 
-#include "daemon/model/speed-probe.h"
 #include "daemon/model/speed-schedule.h"
-#include "daemon/model/model-private.h"
+#include "daemon/model/speed-zeros.h"
 
-#include <string.h>
 #include <time.h>
 
 /* Tokens of the past at further measurements.  The first tokens find all of it in the tail; the next pages cost launches of their own; a
- * short past does not keep all of a device busy, a long one does not stay in caches. */
-static const uint32_t PROBE_PASTS[MODEL_SPEED_PASTS] = {0, 128, 768, 4096};
+ * short past does not keep all of a device busy, a long one does not stay in caches; beyond the last one errors grow with the distance. */
+static const uint32_t PROBE_PASTS[MODEL_SPEED_PASTS] = {0, 128, 768, 2560, 8192};
 #define PROBE_FIRST_TOKENS 28   /* which complete no page */
 #define PROBE_CHUNK_PAST   2    /* of these: after which a chunk is timed, too */
 /* In compatibility mode all of the past has to be run, on the host: no further than needed. */
@@ -21,131 +19,8 @@ static const uint32_t PROBE_PASTS[MODEL_SPEED_PASTS] = {0, 128, 768, 4096};
 #define PROBE_LEAST     3
 #define PROBE_SECONDS   0.3
 #define PROBE_DISTURBED (4.0 / 3.0)
-
-/* ---- a model of zeros ------------------------------------------------------------------------------------------------------- */
-
-/* The same tensors in fewer layers, the head with fewer rows; nothing of @file is copied but places. */
-static int cut_weights(const ModelFile *file, uint32_t n_layers, uint64_t head_bytes, Weights *ret)
-{
-    const Weights *from = &file->weights;
-    bool tied = weights_tied(from);
-    uint32_t n_blocks = WEIGHTS_BLOCK_SPANS + n_layers + 1 + (tied ? 0 : 1), n_tiles;
-    Weights w = {.n_layers = n_layers, .n_blocks = n_blocks, .embedding = from->embedding, .output_norm = from->output_norm};
-
-    w.layers = calloc(n_layers, sizeof(*w.layers));
-    w.blocks = calloc(n_blocks, sizeof(*w.blocks));
-    if (!w.layers || !w.blocks) {
-        weights_clear(&w);
-        return error_origin(-ENOMEM);
-    }
-    memcpy(w.layers, from->layers, n_layers * sizeof(*w.layers));
-    for (uint32_t i = 0; i < WEIGHTS_BLOCK_SPANS + n_layers + 1; i++)
-        w.blocks[i].bytes = from->blocks[i].bytes;
-    head_bytes = MIN(head_bytes, from->blocks[from->output.block].bytes);
-    n_tiles = (uint32_t)MAX(head_bytes / from->output.tile_bytes, UINT64_C(1));
-    w.embedding.n_rows = MIN(from->embedding.n_rows, n_tiles * WEIGHT_TILE_ROWS);
-    w.blocks[WEIGHTS_BLOCK_EMBEDDING].bytes = (uint64_t)n_tiles * w.embedding.tile_bytes;
-    w.output = w.embedding;
-    if (!tied) {
-        w.output = from->output;
-        w.output.block = n_blocks - 1;
-        w.output.n_rows = w.embedding.n_rows;
-        w.blocks[n_blocks - 1].bytes = (uint64_t)n_tiles * w.output.tile_bytes;
-    }
-    for (uint32_t i = 0; i < n_blocks; i++) {
-        w.blocks[i].bytes = (w.blocks[i].bytes + WEIGHTS_ALIGNMENT - 1) & ~(uint64_t)(WEIGHTS_ALIGNMENT - 1);
-        w.blocks[i].offset = w.image_bytes;
-        w.image_bytes += (w.blocks[i].bytes + WEIGHTS_BLOCK_ALIGNMENT - 1) & ~(uint64_t)(WEIGHTS_BLOCK_ALIGNMENT - 1);
-    }
-    *ret = w;
-    return 0;
-}
-
-/* A probe in work: one model of zeros with a store and a sequence. */
-typedef struct Probe {
-    Gpu *gpu;
-    Model *model;
-    KvStore *store;
-    KvCache *cache;
-    float *logits;
-    int32_t *ids; /* zeros */
-} Probe;
-
-static void probe_end(Probe *probe)
-{
-    kv_cache_free(probe->cache);
-    kv_store_free(probe->store);
-    model_free(probe->model);
-    free(probe->logits);
-    free(probe->ids);
-    *probe = (Probe){.gpu = probe->gpu};
-}
-
-static int new_model(Probe *probe, const ModelFile *file, const ModelOptions *options, uint32_t n_layers, uint64_t head_bytes,
-                     ErrorDetail *reterr)
-{
-    _cleanup_(model_file_freep) ModelFile *zeros = calloc(1, sizeof(*zeros));
-    int r;
-
-    if (!zeros)
-        return error_origin(-ENOMEM);
-    zeros->hparams = file->hparams;
-    r = cut_weights(file, n_layers, head_bytes, &zeros->weights);
-    if (r)
-        return r;
-    zeros->hparams.model.n_layers = n_layers;
-    zeros->hparams.model.n_vocab = zeros->weights.output.n_rows;
-    r = weights_new_image(&zeros->weights, reterr);
-    if (r)
-        return r;
-    /* Pages of their own: the system's one page of zeros would be copied from the nearest cache. */
-    memset(zeros->weights.image, 0, zeros->weights.image_bytes);
-    r = model_new(probe->gpu, zeros, options, &probe->model, reterr);
-    if (r)
-        return r;
-    zeros = NULL;
-    /* No means: zeros have none, and there is no tokenizer to read the text with. */
-    probe->model->calibration = calloc(n_layers, sizeof(*probe->model->calibration));
-    return probe->model->calibration ? 0 : error_origin(-ENOMEM);
-}
-
-static ModelWeights weights_of_layers(uint32_t max_layers)
-{
-    return (ModelWeights){.transfer = KV_TRANSFER_COPY, .n_slots = 2, .limit_layers = true, .max_layers = max_layers};
-}
-
-/* @weights: which of them stay on the device. */
-static int probe_begin(Probe *probe, const ModelFile *file, const ModelFit *fit, uint32_t n_layers, uint64_t head_bytes, ModelWeights weights,
-                       ErrorDetail *reterr)
-{
-    KvPolicy policy = fit->policy;
-    ModelOptions options = {
-        .exact = fit->options.exact,
-        .context = fit->options.context,
-        .max_rows = speed_probe_rows(fit),
-        .max_sequences = 1,
-        .deadline_usec = fit->options.deadline_usec,
-        .weights = weights,
-    };
-    int r;
-
-    policy.home = speed_probe_home(fit);
-    policy.n_layer_bits = 0; /* few layers stand for all */
-    policy.growth = KV_GROWTH_DYNAMIC;
-    policy.transfer = policy.home == KV_HOME_HOST ? KV_TRANSFER_ZERO_COPY : KV_TRANSFER_AUTO;
-    policy.max_cache_tokens = PROBE_PASTS[MODEL_SPEED_PASTS - 1] + SPEED_PROBE_ROWS + 4 * (PROBE_PASSES + 2);
-    policy.device_budget_bytes = 0;
-    r = new_model(probe, file, &options, n_layers, head_bytes, reterr);
-    if (!r)
-        r = model_store_new(probe->model, &policy, &probe->store, reterr);
-    if (!r)
-        r = model_fold_kv(kv_cache_new(probe->store, &probe->cache, reterr));
-    if (r)
-        return r;
-    probe->logits = calloc(probe->model->file->hparams.model.n_vocab, sizeof(*probe->logits));
-    probe->ids = calloc(SPEED_PROBE_ROWS, sizeof(*probe->ids));
-    return probe->logits && probe->ids ? 0 : error_origin(-ENOMEM);
-}
+/* Of a sequence: the longest past, two chunks, and tokens. */
+#define PROBE_TOKENS    (PROBE_PASTS[MODEL_SPEED_PASTS - 1] + 2 * SPEED_PROBE_ROWS + 4 * (PROBE_PASSES + 2))
 
 /* ---- timing ----------------------------------------------------------------------------------------------------------------- */
 
@@ -179,7 +54,7 @@ static double samples_judge(const Samples *samples)
     return samples->n > 0 ? MIN(samples->seconds[samples->n / 2], samples->seconds[0] * PROBE_DISTURBED) : 0;
 }
 
-static int time_pass(Probe *probe, uint32_t n_rows, bool logits, double *ret, ErrorDetail *reterr)
+static int time_pass(SpeedZeros *probe, uint32_t n_rows, bool logits, double *ret, ErrorDetail *reterr)
 {
     ModelItem item = {.cache = probe->cache, .tokens = probe->ids, .n_tokens = n_rows};
     double begun = seconds_now();
@@ -191,7 +66,7 @@ static int time_pass(Probe *probe, uint32_t n_rows, bool logits, double *ret, Er
 
 /* Tokens from here on, as far as the context goes; the first two wake the device.  @most: tokens of a sequence before it begins anew; 0: no
  * limit. */
-static int time_tokens(Probe *probe, bool logits, uint32_t most, double *ret, ErrorDetail *reterr)
+static int time_tokens(SpeedZeros *probe, bool logits, uint32_t most, double *ret, ErrorDetail *reterr)
 {
     Samples samples = {.begun = seconds_now()};
     double seconds = 0;
@@ -212,7 +87,7 @@ static int time_tokens(Probe *probe, bool logits, uint32_t most, double *ret, Er
 }
 
 /* Chunks at the beginning of a sequence; the first one wakes the device. */
-static int time_chunks(Probe *probe, double *ret, ErrorDetail *reterr)
+static int time_chunks(SpeedZeros *probe, double *ret, ErrorDetail *reterr)
 {
     Samples samples = {.begun = seconds_now()};
     double seconds = 0;
@@ -235,7 +110,7 @@ typedef struct Times {
     double token, chunk;
 } Times;
 
-static int time_beginning(Probe *probe, Times *ret, ErrorDetail *reterr)
+static int time_beginning(SpeedZeros *probe, Times *ret, ErrorDetail *reterr)
 {
     int r = time_chunks(probe, &ret->chunk, reterr);
 
@@ -249,7 +124,7 @@ typedef struct Depths {
 } Depths;
 
 /* A past of so many tokens or a little more, zeros where that can be. */
-static int reach(Probe *probe, uint32_t n_tokens, ErrorDetail *reterr)
+static int reach(SpeedZeros *probe, uint32_t n_tokens, ErrorDetail *reterr)
 {
     uint32_t length = kv_cache_length(probe->cache), rows = probe->model->options.max_rows;
     double seconds;
@@ -267,7 +142,7 @@ static int reach(Probe *probe, uint32_t n_tokens, ErrorDetail *reterr)
 }
 
 /* One chunk after the past; the second one of two, because kernels may differ. */
-static int time_deep_chunk(Probe *probe, Depths *depths, ErrorDetail *reterr)
+static int time_deep_chunk(SpeedZeros *probe, Depths *depths, ErrorDetail *reterr)
 {
     uint32_t rows = probe->model->options.max_rows;
     int r = time_pass(probe, rows, false, &depths->chunk, reterr);
@@ -276,7 +151,7 @@ static int time_deep_chunk(Probe *probe, Depths *depths, ErrorDetail *reterr)
     return r ? r : time_pass(probe, rows, false, &depths->chunk, reterr);
 }
 
-static int time_depths(Probe *probe, Depths *ret, ErrorDetail *reterr)
+static int time_depths(SpeedZeros *probe, Depths *ret, ErrorDetail *reterr)
 {
     uint32_t rows = probe->model->options.max_rows, context = probe->model->options.context;
     /* Room for two chunks and for tokens. */
@@ -293,6 +168,10 @@ static int time_depths(Probe *probe, Depths *ret, ErrorDetail *reterr)
         if (i > 0 && depth <= times.tokens_at[i - 1])
             break;
         r = reach(probe, depth, reterr);
+        if (r == MODEL_E_DEVICE_MEMORY && i > 1) {
+            r = 0; /* the shorter ones have to do */
+            break;
+        }
         if (!r && i == PROBE_CHUNK_PAST)
             r = time_deep_chunk(probe, &times, reterr);
         times.tokens_at[i] = i > 0 ? kv_cache_length(probe->cache) : 0;
@@ -307,7 +186,7 @@ static int time_depths(Probe *probe, Depths *ret, ErrorDetail *reterr)
 }
 
 /* All streamed parts once, as a step would bring them, and nothing else. */
-static int copy_parts(Probe *probe, double *ret_sec, ErrorDetail *reterr)
+static int copy_parts(SpeedZeros *probe, double *ret_sec, ErrorDetail *reterr)
 {
     const WeightsDevice *device = &probe->model->weights;
     uint64_t deadline_usec = probe->model->options.deadline_usec;
@@ -329,7 +208,7 @@ static int copy_parts(Probe *probe, double *ret_sec, ErrorDetail *reterr)
     return r;
 }
 
-static int time_copies(Probe *probe, double *ret_rate, ErrorDetail *reterr)
+static int time_copies(SpeedZeros *probe, double *ret_rate, ErrorDetail *reterr)
 {
     Samples samples = {.begun = seconds_now()};
     double seconds = 0;
@@ -417,7 +296,7 @@ static void solve_depths(const Depths *depths, double chunk, uint32_t n_layers, 
 }
 
 /* The pass that streams what the probe's model does, its kernels taking @kernels seconds. */
-static SpeedStep streaming_step(const Probe *probe, const ModelSpeed *speed, double kernels, double part_rate, bool logits)
+static SpeedStep streaming_step(const SpeedZeros *probe, const ModelSpeed *speed, double kernels, double part_rate, bool logits)
 {
     ModelFit fit = {.policy = {.home = KV_HOME_DEVICE}};
     SpeedStep step;
@@ -430,7 +309,7 @@ static SpeedStep streaming_step(const Probe *probe, const ModelSpeed *speed, dou
 }
 
 /* What passes of @sec say: when copies outlast kernels how fast they were, else how fast kernels were beside them. */
-static void solve_streaming(const Probe *probe, const ModelSpeed *speed, double kernels, bool logits, double sec, double *part_rate,
+static void solve_streaming(const SpeedZeros *probe, const ModelSpeed *speed, double kernels, bool logits, double sec, double *part_rate,
                             double *beside)
 {
     SpeedStep step = streaming_step(probe, speed, kernels, speed->upload_rate, logits);
@@ -441,7 +320,7 @@ static void solve_streaming(const Probe *probe, const ModelSpeed *speed, double 
 }
 
 /* What streams in the probe's model. */
-static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *speed, double *ret_copies, ErrorDetail *reterr)
+static int measure_streaming(SpeedZeros *probe, const Times *resident, ModelSpeed *speed, double *ret_copies, ErrorDetail *reterr)
 {
     Times streamed = {.token = 0};
     int r;
@@ -458,7 +337,7 @@ static int measure_streaming(Probe *probe, const Times *resident, ModelSpeed *sp
 }
 
 /* With as many layers streamed as take about as long as the kernels. */
-static int measure_balance(Probe *probe, double resident, ModelSpeed *speed, ErrorDetail *reterr)
+static int measure_balance(SpeedZeros *probe, double resident, ModelSpeed *speed, ErrorDetail *reterr)
 {
     double streamed = 0;
     int r = time_tokens(probe, true, PROBE_FIRST_TOKENS, &streamed, reterr);
@@ -471,30 +350,35 @@ static int measure_balance(Probe *probe, double resident, ModelSpeed *speed, Err
     return r;
 }
 
+static ModelWeights weights_of_layers(uint32_t max_layers)
+{
+    return (ModelWeights){.transfer = KV_TRANSFER_COPY, .n_slots = 2, .limit_layers = true, .max_layers = max_layers};
+}
+
 /* All layers, then as many as take about as long as the kernels. */
-static int probe_any_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
+static int probe_any_streaming(SpeedZeros *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
                                ModelSpeed *speed, ErrorDetail *reterr)
 {
     double copies = 0;
     uint32_t n;
     int r;
 
-    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights_of_layers(0), reterr);
+    r = speed_zeros_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights_of_layers(0), PROBE_TOKENS, reterr);
     if (!r)
         r = measure_streaming(probe, resident, speed, &copies, reterr);
-    probe_end(probe);
+    speed_zeros_end(probe);
     n = !r && copies > resident->token ? (uint32_t)(sizes->n_many * resident->token / copies + 0.5) : sizes->n_many;
     if (r || n == sizes->n_many || n == 0)
         return r;
-    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights_of_layers(sizes->n_many - n), reterr);
+    r = speed_zeros_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights_of_layers(sizes->n_many - n), PROBE_TOKENS, reterr);
     if (!r)
         r = measure_balance(probe, resident->token, speed, reterr);
-    probe_end(probe);
+    speed_zeros_end(probe);
     return r;
 }
 
 /* As the plan streams them, if it does: with the same share of the device.  MODEL_E_DEVICE_MEMORY when that is too little for what is run. */
-static int probe_planned_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
+static int probe_planned_streaming(SpeedZeros *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
                                    ModelSpeed *speed, ErrorDetail *reterr)
 {
     const Weights *from = &file->weights;
@@ -506,16 +390,16 @@ static int probe_planned_streaming(Probe *probe, const ModelFile *file, const Mo
     weights.transfer = KV_TRANSFER_COPY;
     weights.budget_bytes = (uint64_t)((double)weights.budget_bytes * MIN(run / whole, 1.0));
     weights.max_layers = (uint32_t)((uint64_t)weights.max_layers * sizes->n_many / from->n_layers);
-    r = probe_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights, reterr);
+    r = speed_zeros_begin(probe, file, fit, sizes->n_many, sizes->head_bytes, weights, PROBE_TOKENS, reterr);
     if (!r && probe->model->weights.placement.streamed_bytes == 0)
         r = MODEL_E_DEVICE_MEMORY; /* rounding left nothing to copy */
     if (!r)
         r = measure_streaming(probe, resident, speed, &copies, reterr);
-    probe_end(probe);
+    speed_zeros_end(probe);
     return r;
 }
 
-static int probe_streaming(Probe *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
+static int probe_streaming(SpeedZeros *probe, const ModelFile *file, const ModelFit *fit, const Sizes *sizes, const Times *resident,
                            ModelSpeed *speed, ErrorDetail *reterr)
 {
     int r = MODEL_E_DEVICE_MEMORY;
@@ -529,7 +413,7 @@ int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t b
 {
     Times times[2] = {{.token = 0}, {.token = 0}};
     ModelSpeed speed = {.chunk_rows = speed_probe_rows(fit)};
-    Probe probe = {.gpu = gpu};
+    SpeedZeros probe = {.gpu = gpu};
     Depths depths = {.n = 0};
     Sizes sizes;
     int r = 0;
@@ -540,12 +424,12 @@ int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t b
     for (int many = sizes.n_few > 0 ? 0 : 1; many < 2 && !r; many++) {
         uint32_t n_layers = many ? sizes.n_many : sizes.n_few;
 
-        r = probe_begin(&probe, file, fit, n_layers, sizes.head_bytes, weights_of_layers(UINT32_MAX), reterr);
+        r = speed_zeros_begin(&probe, file, fit, n_layers, sizes.head_bytes, weights_of_layers(UINT32_MAX), PROBE_TOKENS, reterr);
         if (!r)
             r = time_beginning(&probe, &times[many], reterr);
         if (!r && many)
             r = time_depths(&probe, &depths, reterr);
-        probe_end(&probe);
+        speed_zeros_end(&probe);
     }
     if (r)
         return r;

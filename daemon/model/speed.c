@@ -15,7 +15,7 @@
 #define PROBE_KEY_BYTES 600
 
 /* The version counts changes of what is measured. */
-static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 5};
+static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 6};
 
 typedef struct SpeedFile {
     char key[PROBE_KEY_BYTES];
@@ -36,7 +36,8 @@ static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit 
                  info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
                  p->n_vocab, p->attention.n_heads, p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim,
                  fit->options.exact, (int)form->kind, form->k_bits, form->v_bits, (int)form->centre, (int)form->rotation,
-                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit), speed_probe_rows(fit), (unsigned long long)fit->plan.weight_streamed_bytes, fit->plan.weight_slots);
+                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit), speed_probe_rows(fit),
+                 (unsigned long long)fit->plan.weight_streamed_bytes, fit->plan.weight_slots);
     for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
         n += snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
     (void)snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);

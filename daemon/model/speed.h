@@ -17,7 +17,7 @@
 
 #include "daemon/model/model.h"
 
-#define MODEL_SPEED_PASTS 4
+#define MODEL_SPEED_PASTS 5
 
 /* What a token costs after a past, beyond the first one. */
 typedef struct ModelPast {
