@@ -746,7 +746,8 @@ static void compatibility_mode_is_not_moved(void **state)
 static void a_blank_past_is_as_long_and_the_same_everywhere(void **state)
 {
     KvRig *rig = *state;
-    KvPolicy policies[] = {device_policy(KV_FORM_F16), host_policy(KV_FORM_F16, KV_TRANSFER_ZERO_COPY, 1, 2),
+    KvPolicy policies[] = {device_policy(KV_FORM_F16),
+                           host_policy(KV_FORM_F16, gpu_info(rig->gpu)->unified_memory ? KV_TRANSFER_ZERO_COPY : KV_TRANSFER_AUTO, 1, 2),
                            host_policy(KV_FORM_F16, KV_TRANSFER_COPY, 1, 2)};
     KvStream *streams[N_ELEMENTS(policies)];
 
