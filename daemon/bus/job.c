@@ -2,10 +2,10 @@
 /* Jobs: what the engine says of them goes to streams, replies and signals. */
 
 #include "daemon/bus/job.h"
-#include "daemon/text/utf8.h"
 #include "daemon/bus/service.h"
 #include "daemon/bus/session.h"
 #include "daemon/bus/usage.h"
+#include "daemon/text/utf8.h"
 
 #include <assert.h>
 #include <inttypes.h>

@@ -135,6 +135,8 @@ int ctl_text_fd(const char *text, size_t length, int *ret_fd);
 
 /* ---- verb-ask.c --------------------------------------------------------------------------------------------------------------------- */
 
+/* Puts --instructions in front of a conversation. */
+int ctl_add_instructions(const Ctl *ctl, json_t *messages);
 int ctl_open_session(Ctl *ctl, char **ret_path);
 /* Starts a generation; @prompt_fd is passed on when it is not -1.  *ret_fd is the caller's. */
 int ctl_generate(Ctl *ctl, const char *session, const json_t *messages, int prompt_fd, char **ret_job, int *ret_fd);

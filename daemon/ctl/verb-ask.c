@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ask: one question. */
 
-#include "daemon/text/utf8.h"
 #include "daemon/ctl/ctl.h"
+#include "daemon/text/utf8.h"
 
 #include <fcntl.h>
 #include <string.h>
@@ -75,6 +75,13 @@ int ctl_generate(Ctl *ctl, const char *session, const json_t *messages, int prom
     return CTL_EXIT_DONE;
 }
 
+int ctl_add_instructions(const Ctl *ctl, json_t *messages)
+{
+    if (json_array_append_new(messages, json_pack("{s:s,s:s}", "role", "system", "content", ctl->system)) < 0)
+        return ctl_fail(CTL_EXIT_USAGE, "--instructions: the text is not valid UTF-8");
+    return CTL_EXIT_DONE;
+}
+
 int ctl_verb_ask(Ctl *ctl)
 {
     _cleanup_(freep) char *prompt = NULL, *session = NULL, *job = NULL;
@@ -91,9 +98,9 @@ int ctl_verb_ask(Ctl *ctl)
     }
     r = ctl_read_prompt(ctl, &prompt, &length);
     if (ctl->system && ctl->raw && !r)
-        r = ctl_fail(CTL_EXIT_USAGE, "--system has no meaning with --raw, which applies no template");
-    if (ctl->system)
-        (void)json_array_append_new(messages, json_pack("{s:s,s:s}", "role", "system", "content", ctl->system));
+        r = ctl_fail(CTL_EXIT_USAGE, "--instructions has no meaning with --raw, which applies no template");
+    if (!r && ctl->system)
+        r = ctl_add_instructions(ctl, messages);
     if (!r)
         r = ctl_text_fd(prompt, length, &prompt_fd);
     if (!r)

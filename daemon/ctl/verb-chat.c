@@ -182,7 +182,7 @@ int ctl_verb_chat(Ctl *ctl)
     int r = ctl->keep ? ctl_kept_read(ctl, &messages) : CTL_EXIT_DONE;
 
     if (!r && ctl->system && json_array_size(messages) == 0)
-        (void)json_array_append_new(messages, json_pack("{s:s,s:s}", "role", "system", "content", ctl->system));
+        r = ctl_add_instructions(ctl, messages);
     n_before = json_array_size(messages);
     if (!r)
         r = ctl_connect(ctl);

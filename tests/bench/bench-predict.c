@@ -17,6 +17,7 @@
 #include "daemon/config/config.h"
 #include "daemon/model/model-private.h"
 #include "daemon/model/speed.h"
+#include "tests/lib/bench-keys.h"
 
 #include <fcntl.h>
 #include <inttypes.h>
@@ -53,14 +54,6 @@ typedef struct Run {
     int32_t token;
 } Run;
 
-static void must(int r, const char *what, const ErrorDetail *detail)
-{
-    if (r == 0)
-        return;
-    (void)fprintf(stderr, "bench-predict: %s: %s (%d)\n", what, detail ? detail->text : "see its head", r);
-    exit(EXIT_FAILURE);
-}
-
 static double now(void)
 {
     struct timespec t;
@@ -71,35 +64,12 @@ static double now(void)
 
 /* ---- arguments ------------------------------------------------------------------------------------------------------------------ */
 
-/* Cuts "KEY=VALUE" in two. */
-static char *cut(char *argument)
-{
-    char *value = strchr(argument, '=');
-
-    must(value ? 0 : -EINVAL, argument, NULL);
-    *value++ = '\0';
-    return value;
-}
-
 static void parse_setup(Setup *setup, char *argument)
 {
-    const struct {
-        const char *key;
-        uint32_t *number;
-        const char **text;
-    } keys[] = {{"images", NULL, &setup->images},     {"state", NULL, &setup->state},     {"programs", NULL, &setup->programs},
-                {"steps", &setup->n_steps, NULL}, {"prompt", &setup->n_prompt, NULL}, {"prepare", &setup->prepare, NULL}};
-    const char *value = cut(argument);
+    const BenchKey keys[] = {{"images", NULL, &setup->images},   {"state", NULL, &setup->state},       {"programs", NULL, &setup->programs},
+                             {"steps", &setup->n_steps, NULL}, {"prompt", &setup->n_prompt, NULL}, {"prepare", &setup->prepare, NULL}};
 
-    for (size_t i = 0; i < N_ELEMENTS(keys); i++)
-        if (strcmp(argument, keys[i].key) == 0) {
-            if (keys[i].number)
-                *keys[i].number = (uint32_t)strtoul(value, NULL, 10);
-            else
-                *keys[i].text = value;
-            return;
-        }
-    must(-EINVAL, argument, NULL);
+    bench_set(keys, N_ELEMENTS(keys), argument);
 }
 
 static void parse_case(Case *c, char *argument)
@@ -109,19 +79,19 @@ static void parse_case(Case *c, char *argument)
     char *rest = strchr(argument, ':');
 
     *c = (Case){.name = argument, .options = {.max_rows = CHUNK, .max_sequences = 1}};
-    must(rest ? 0 : -EINVAL, argument, NULL);
+    bench_must(rest ? 0 : -EINVAL, argument, NULL);
     *rest++ = '\0';
     for (char *key; (key = strsep(&rest, ","));) {
-        const char *value = cut(key);
+        const char *value = bench_cut(key);
 
         if (strcmp(key, "device") == 0)
             c->device_percent = (uint32_t)strtoul(value, NULL, 10);
         else if (strcmp(key, "weights") == 0)
             c->options.weights.transfer = strcmp(value, "copy") == 0 ? KV_TRANSFER_COPY : KV_TRANSFER_ZERO_COPY;
         else
-            must(config_cache_set(&c->keys, key, value, &detail), key, &detail);
+            bench_must(config_cache_set(&c->keys, key, value, &detail), key, &detail);
     }
-    must(config_policy(blocks, 1, false, &c->policy, &detail), c->name, &detail);
+    bench_must(config_policy(blocks, 1, false, &c->policy, &detail), c->name, &detail);
 }
 
 /* ---- life ----------------------------------------------------------------------------------------------------------------------- */
@@ -131,11 +101,11 @@ static void run_begin(const Setup *setup, Run *run, ModelFile *file, const Model
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
     *run = (Run){.token = 1};
-    must(model_new(setup->gpu, file, options, &run->model, &detail), "model", &detail);
-    must(model_store_new(run->model, policy, &run->store, &detail), "store", &detail);
-    must(kv_cache_new(run->store, &run->cache, &detail), "cache", &detail);
+    bench_must(model_new(setup->gpu, file, options, &run->model, &detail), "model", &detail);
+    bench_must(model_store_new(run->model, policy, &run->store, &detail), "store", &detail);
+    bench_must(kv_cache_new(run->store, &run->cache, &detail), "cache", &detail);
     run->logits = calloc(model_file_params(file)->n_vocab, sizeof(*run->logits));
-    must(run->logits ? 0 : -ENOMEM, "logits", NULL);
+    bench_must(run->logits ? 0 : -ENOMEM, "logits", NULL);
 }
 
 static void run_end(Run *run)
@@ -151,7 +121,7 @@ static ModelFile *open_file(const Setup *setup)
     ErrorDetail detail = ERROR_DETAIL_NULL;
     ModelFile *file = NULL;
 
-    must(model_file_open(setup->path, setup->state, &file, &detail), setup->path, &detail);
+    bench_must(model_file_open(setup->path, setup->state, &file, &detail), setup->path, &detail);
     return file;
 }
 
@@ -171,7 +141,7 @@ static double prefill(Run *run, uint32_t n_prompt, bool logits)
         for (uint32_t i = 0; i < item.n_tokens; i++)
             tokens[i] = (int32_t)(((done + i) * 2654435761u >> 7) % n_vocab);
         done += item.n_tokens;
-        must(model_forward(run->model, run->store, &item, 1, logits && done == n_prompt ? run->logits : NULL, &detail), "prefill", &detail);
+        bench_must(model_forward(run->model, run->store, &item, 1, logits && done == n_prompt ? run->logits : NULL, &detail), "prefill", &detail);
     }
     return now() - begun;
 }
@@ -183,7 +153,7 @@ static double step(Run *run)
     ErrorDetail detail = ERROR_DETAIL_NULL;
     double begun = now();
 
-    must(model_forward(run->model, run->store, &item, 1, run->logits, &detail), "decode", &detail);
+    bench_must(model_forward(run->model, run->store, &item, 1, run->logits, &detail), "decode", &detail);
     for (uint32_t v = 1; v < n_vocab; v++)
         best = run->logits[v] > run->logits[best] ? v : best;
     run->token = (int32_t)best;
@@ -205,13 +175,13 @@ static void save(const Run *run, KvStore *store, const char *path)
     KvSave *saved = NULL;
     int fd;
 
-    must(digest_from_hex(model_file_digest(model_file(run->model)), digest), "digest", NULL);
-    must(kv_cache_fork(run->cache, &cache, &detail), "fork", &detail);
-    must(kv_caches_migrate(&cache, 1, store, true, &detail), "another form", &detail);
-    must(kv_save_begin(cache, digest, NULL, 0, &saved, &detail), "save", &detail);
+    bench_must(digest_from_hex(model_file_digest(model_file(run->model)), digest), "digest", NULL);
+    bench_must(kv_cache_fork(run->cache, &cache, &detail), "fork", &detail);
+    bench_must(kv_caches_migrate(&cache, 1, store, true, &detail), "another form", &detail);
+    bench_must(kv_save_begin(cache, digest, NULL, 0, &saved, &detail), "save", &detail);
     fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    must(fd < 0 ? -errno : kv_save_write(saved, fd), path, NULL);
-    must(close(fd), path, NULL);
+    bench_must(fd < 0 ? -errno : kv_save_write(saved, fd), path, NULL);
+    bench_must(close(fd), path, NULL);
     (void)kv_save_end(saved);
     (void)kv_cache_free(cache);
 }
@@ -239,7 +209,7 @@ static void prepare(const Setup *setup, int n_cases, char **cases)
             parse_case(&c, text);
             policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false);
             policy.form = c.policy.form;
-            must(model_store_new(run.model, &policy, &store, &detail), "store", &detail);
+            bench_must(model_store_new(run.model, &policy, &store, &detail), "store", &detail);
             image_path(setup, store, done, path);
             if (access(path, F_OK) != 0)
                 save(&run, store, path);
@@ -257,14 +227,14 @@ static void restore(const Setup *setup, Run *run, uint32_t depth)
     char path[4096];
     int fd;
 
-    must(digest_from_hex(model_file_digest(model_file(run->model)), facts.model), "digest", NULL);
+    bench_must(digest_from_hex(model_file_digest(model_file(run->model)), facts.model), "digest", NULL);
     image_path(setup, run->store, depth, path);
     fd = open(path, O_RDONLY | O_CLOEXEC);
-    must(fd < 0 ? -errno : 0, path, NULL);
-    must(kv_image_open(fd, path, &facts, true, &image, &detail), path, &detail);
+    bench_must(fd < 0 ? -errno : 0, path, NULL);
+    bench_must(kv_image_open(fd, path, &facts, true, &image, &detail), path, &detail);
     (void)kv_cache_free(run->cache);
     run->cache = NULL;
-    must(kv_restore(run->store, image, &run->cache, &detail), "restore", &detail);
+    bench_must(kv_restore(run->store, image, &run->cache, &detail), "restore", &detail);
     (void)kv_image_free(image);
     (void)close(fd);
 }
@@ -289,7 +259,7 @@ static void measure_decode(const Setup *setup, Run *run, const ModelSpeed *speed
     if (depth > 0)
         restore(setup, run, depth);
     else
-        must(kv_cache_clear(run->cache), "clear", NULL);
+        bench_must(kv_cache_clear(run->cache), "clear", NULL);
     model_predict(speed, fit, depth + WARMUP + setup->n_steps / 2, &predicted);
     (void)printf("{\"depth\": %u, \"predicted_usec\": %.1f, \"usec\": [", depth, 1e6 * predicted.token_sec);
     for (uint32_t i = 0; i < WARMUP; i++)
@@ -306,12 +276,12 @@ static ModelFit plan(const Setup *setup, const ModelFile *file, const Case *c, M
     ModelFit fit;
 
     gpu_set_budget(setup->gpu, available);
-    must(model_fit(gpu_info(setup->gpu), file, &c->options, &c->policy, available, &fit, &detail), c->name, &detail);
+    bench_must(model_fit(gpu_info(setup->gpu), file, &c->options, &c->policy, available, &fit, &detail), c->name, &detail);
     if (c->device_percent > 0) {
         available = fit.plan.weight_total_bytes * c->device_percent / 100;
-        must(model_fit(gpu_info(setup->gpu), file, &c->options, &c->policy, available, &fit, &detail), c->name, &detail);
+        bench_must(model_fit(gpu_info(setup->gpu), file, &c->options, &c->policy, available, &fit, &detail), c->name, &detail);
     }
-    must(model_speed(setup->gpu, file, &fit, true, ret_speed, &detail), "speed", &detail);
+    bench_must(model_speed(setup->gpu, file, &fit, true, ret_speed, &detail), "speed", &detail);
     gpu_set_budget(setup->gpu, available);
     return fit;
 }
@@ -338,7 +308,7 @@ static void measure(const Setup *setup, char *argument)
                  fit.plan.weight_in_place_bytes);
     print_speed(&speed);
     (void)prefill(&run, setup->n_prompt, true); /* kernels have run once before anything is measured */
-    must(kv_cache_clear(run.cache), "clear", NULL);
+    bench_must(kv_cache_clear(run.cache), "clear", NULL);
     seconds = prefill(&run, setup->n_prompt, true);
     model_predict(&speed, &fit, setup->n_prompt / 2, &predicted);
     (void)printf("\"prefill_rate\": %.2f, \"predicted_prefill_rate\": %.2f, \"decode\": [", setup->n_prompt / seconds, predicted.prefill_rate);
@@ -357,12 +327,12 @@ int main(int argc, char **argv)
     ErrorDetail detail = ERROR_DETAIL_NULL;
     int first = 2;
 
-    must(argc < 3 ? -EINVAL : 0, "usage", NULL);
+    bench_must(argc < 3 ? -EINVAL : 0, "usage", NULL);
     setup.path = argv[1];
     for (; first < argc && !strchr(argv[first], ':'); first++)
         parse_setup(&setup, argv[first]);
-    must(setup.n_steps > 0 && setup.n_prompt > 0 ? 0 : -EINVAL, "steps, prompt", NULL);
-    must(gpu_open(&(GpuOptions){.cache_dir = setup.programs}, &setup.gpu, &detail), "device", &detail);
+    bench_must(setup.n_steps > 0 && setup.n_prompt > 0 ? 0 : -EINVAL, "steps, prompt", NULL);
+    bench_must(gpu_open(&(GpuOptions){.cache_dir = setup.programs}, &setup.gpu, &detail), "device", &detail);
     setup.budget_bytes = gpu_info(setup.gpu)->budget_bytes;
     if (setup.prepare) {
         prepare(&setup, argc - first, argv + first);

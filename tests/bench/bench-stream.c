@@ -21,6 +21,7 @@
 #include "daemon/config/config.h"
 #include "daemon/model/model-private.h"
 #include "opencl/gpu-internal.h"
+#include "tests/lib/bench-keys.h"
 #include "tests/sim/clsim.h"
 
 #include <fcntl.h>
@@ -56,14 +57,6 @@ typedef struct Run {
     double step_usec[MAX_STEPS];
 } Run;
 
-static void must(int r, const char *what, const ErrorDetail *detail)
-{
-    if (r == 0)
-        return;
-    (void)fprintf(stderr, "bench-stream: %s: %s (%d)\n", what, detail ? detail->text : "see its head", r);
-    exit(EXIT_FAILURE);
-}
-
 static double now_usec(void)
 {
     struct timespec t;
@@ -74,36 +67,13 @@ static double now_usec(void)
 
 /* ---- arguments ------------------------------------------------------------------------------------------------------------------ */
 
-/* Cuts "KEY=VALUE" in two. */
-static char *cut(char *argument)
-{
-    char *value = strchr(argument, '=');
-
-    must(value ? 0 : -EINVAL, argument, NULL);
-    *value++ = '\0';
-    return value;
-}
-
 static void parse_setup(Setup *setup, char *argument)
 {
-    const struct {
-        const char *key;
-        uint32_t *number;
-        const char **text;
-    } keys[] = {{"images", NULL, &setup->images},       {"trace", NULL, &setup->trace},       {"state", NULL, &setup->state},
-                {"programs", NULL, &setup->programs},   {"depth", &setup->n_past, NULL},   {"steps", &setup->n_steps, NULL},
-                {"warmup", &setup->n_warmup, NULL}};
-    const char *value = cut(argument);
+    const BenchKey keys[] = {{"images", NULL, &setup->images},     {"trace", NULL, &setup->trace},     {"state", NULL, &setup->state},
+                             {"programs", NULL, &setup->programs}, {"depth", &setup->n_past, NULL},    {"steps", &setup->n_steps, NULL},
+                             {"warmup", &setup->n_warmup, NULL}};
 
-    for (size_t i = 0; i < N_ELEMENTS(keys); i++)
-        if (strcmp(argument, keys[i].key) == 0) {
-            if (keys[i].number)
-                *keys[i].number = (uint32_t)strtoul(value, NULL, 10);
-            else
-                *keys[i].text = value;
-            return;
-        }
-    must(-EINVAL, argument, NULL);
+    bench_set(keys, N_ELEMENTS(keys), argument);
 }
 
 static void parse_run(Run *run, char *argument)
@@ -117,10 +87,10 @@ static void parse_run(Run *run, char *argument)
     char *rest = strchr(argument, ':');
 
     *run = (Run){.name = argument, .n_sequences = 1, .n_forks = 1};
-    must(rest ? 0 : -EINVAL, argument, NULL);
+    bench_must(rest ? 0 : -EINVAL, argument, NULL);
     *rest++ = '\0';
     for (char *key; (key = strsep(&rest, ","));) {
-        const char *value = cut(key);
+        const char *value = bench_cut(key);
         bool known = false;
 
         for (size_t i = 0; i < N_ELEMENTS(own); i++)
@@ -129,9 +99,9 @@ static void parse_run(Run *run, char *argument)
                 known = true;
             }
         if (!known)
-            must(config_cache_set(&run->keys, key, value, &detail), key, &detail);
+            bench_must(config_cache_set(&run->keys, key, value, &detail), key, &detail);
     }
-    must(run->n_sequences * run->n_forks - 1u < MAX_ITEMS ? 0 : -EINVAL, "sequences * forks", NULL);
+    bench_must(run->n_sequences * run->n_forks - 1u < MAX_ITEMS ? 0 : -EINVAL, "sequences * forks", NULL);
 }
 
 /* ---- pasts ------------------------------------------------------------------------------------------------------------------------ */
@@ -150,15 +120,15 @@ static KvCache *make_master(Setup *setup)
 
     if (setup->master)
         return setup->master;
-    must(model_store_new(setup->model, &policy, &setup->master_store, &detail), "store", &detail);
-    must(kv_cache_new(setup->master_store, &setup->master, &detail), "cache", &detail);
+    bench_must(model_store_new(setup->model, &policy, &setup->master_store, &detail), "store", &detail);
+    bench_must(kv_cache_new(setup->master_store, &setup->master, &detail), "cache", &detail);
     for (uint32_t done = 0, n; done < setup->n_past; done += n) {
         ModelItem item = {.cache = setup->master, .tokens = tokens};
 
         n = item.n_tokens = MIN(CHUNK, setup->n_past - done);
         for (uint32_t i = 0; i < n; i++)
             tokens[i] = token_of(setup, done + i);
-        must(model_forward(setup->model, setup->master_store, &item, 1, NULL, &detail), "prefill", &detail);
+        bench_must(model_forward(setup->model, setup->master_store, &item, 1, NULL, &detail), "prefill", &detail);
     }
     return setup->master;
 }
@@ -173,13 +143,13 @@ static void make_image(Setup *setup, const KvForm *form, const uint8_t digest[st
     int fd;
 
     policy.form = *form;
-    must(model_store_new(setup->model, &policy, &store, &detail), "store", &detail);
-    must(kv_cache_fork(make_master(setup), &cache, &detail), "fork", &detail);
-    must(kv_caches_migrate(&cache, 1, store, true, &detail), "another form", &detail);
-    must(kv_save_begin(cache, digest, NULL, 0, &save, &detail), "save", &detail);
+    bench_must(model_store_new(setup->model, &policy, &store, &detail), "store", &detail);
+    bench_must(kv_cache_fork(make_master(setup), &cache, &detail), "fork", &detail);
+    bench_must(kv_caches_migrate(&cache, 1, store, true, &detail), "another form", &detail);
+    bench_must(kv_save_begin(cache, digest, NULL, 0, &save, &detail), "save", &detail);
     fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    must(fd < 0 ? -errno : kv_save_write(save, fd), path, NULL);
-    must(close(fd), path, NULL);
+    bench_must(fd < 0 ? -errno : kv_save_write(save, fd), path, NULL);
+    bench_must(close(fd), path, NULL);
     (void)kv_save_end(save);
     (void)kv_cache_free(cache);
     (void)kv_store_free(store);
@@ -194,19 +164,19 @@ static void restore(Setup *setup, Run *run)
     char path[4096];
     int fd;
 
-    must(digest_from_hex(model_file_digest(setup->file), facts.model), "digest", NULL);
+    bench_must(digest_from_hex(model_file_digest(setup->file), facts.model), "digest", NULL);
     (void)snprintf(path, sizeof(path), "%s/%u-%016" PRIx64 ".kv", setup->images, setup->n_past, facts.layout);
     if (access(path, F_OK) != 0)
         make_image(setup, form, facts.model, path);
     fd = open(path, O_RDONLY | O_CLOEXEC);
-    must(fd < 0 ? -errno : 0, path, NULL);
-    must(kv_image_open(fd, path, &facts, true, &image, &detail), path, &detail);
+    bench_must(fd < 0 ? -errno : 0, path, NULL);
+    bench_must(kv_image_open(fd, path, &facts, true, &image, &detail), path, &detail);
     for (uint32_t i = 0; i < run->n_sequences; i++) {
         KvCache **family = &run->caches[i * run->n_forks];
 
-        must(kv_restore(run->store, image, &family[0], &detail), "restore", &detail);
+        bench_must(kv_restore(run->store, image, &family[0], &detail), "restore", &detail);
         for (uint32_t k = 1; k < run->n_forks; k++)
-            must(kv_cache_fork(family[0], &family[k], &detail), "fork", &detail);
+            bench_must(kv_cache_fork(family[0], &family[k], &detail), "fork", &detail);
     }
     (void)kv_image_free(image);
     (void)close(fd);
@@ -222,7 +192,7 @@ static uint64_t resident_budget(const Setup *setup, const Run *run)
     uint64_t pages;
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
-    must(model_plan(gpu_info(setup->gpu), setup->file, model_options(model), &run->policy, &plan, &detail), "plan", &detail);
+    bench_must(model_plan(gpu_info(setup->gpu), setup->file, model_options(model), &run->policy, &plan, &detail), "plan", &detail);
     pages = plan.kv.host_bytes_per_token * run->policy.max_cache_tokens;
     return plan.kv.staging_bytes + plan.kv.tail_bytes + pages / 100 * run->resident_percent;
 }
@@ -232,13 +202,13 @@ static void run_open(Setup *setup, Run *run)
     const ConfigCache *blocks[] = {&run->keys};
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
-    must(config_policy(blocks, 1, false, &run->policy, &detail), run->name, &detail);
+    bench_must(config_policy(blocks, 1, false, &run->policy, &detail), run->name, &detail);
     run->policy.max_cache_tokens = setup->n_past + setup->n_warmup + setup->n_steps + 64;
     run->policy.tile_blocks = run->tile_blocks;
     if (run->resident_percent > 0)
         run->policy.device_budget_bytes = resident_budget(setup, run);
-    must(model_place_weights(setup->model, weights_total_bytes(&setup->file->weights) * run->weights_percent / 100, &detail), run->name, &detail);
-    must(model_store_new(setup->model, &run->policy, &run->store, &detail), run->name, &detail);
+    bench_must(model_place_weights(setup->model, weights_total_bytes(&setup->file->weights) * run->weights_percent / 100, &detail), run->name, &detail);
+    bench_must(model_store_new(setup->model, &run->policy, &run->store, &detail), run->name, &detail);
     restore(setup, run);
 }
 
@@ -251,7 +221,7 @@ static void step(Setup *setup, Run *run)
 
     for (uint32_t i = 0; i < n; i++)
         items[i] = (ModelItem){.cache = run->caches[i], .tokens = &run->tokens[i], .n_tokens = 1};
-    must(model_forward(setup->model, run->store, items, n, setup->logits, &detail), run->name, &detail);
+    bench_must(model_forward(setup->model, run->store, items, n, setup->logits, &detail), run->name, &detail);
     for (uint32_t i = 0; i < n; i++) {
         const float *row = setup->logits + (size_t)i * n_vocab;
         uint32_t best = 0;
@@ -335,7 +305,7 @@ static void run_steps(Setup *setup, Run *run)
     (void)snprintf(path, sizeof(path), "%s/%s.json", setup->trace ? setup->trace : "", run->name);
     if (setup->trace) {
         fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-        must(fd < 0 ? -errno : gpu_trace_start(setup->gpu), path, NULL);
+        bench_must(fd < 0 ? -errno : gpu_trace_start(setup->gpu), path, NULL);
     }
     (void)printf("{\"name\": \"%s\", \"tiles\": [", run->name);
     for (uint32_t i = 0; i < setup->n_steps; i++) {
@@ -348,7 +318,7 @@ static void run_steps(Setup *setup, Run *run)
     (void)printf("]");
     print_parts(setup);
     if (setup->trace) {
-        must(gpu_trace_stop(setup->gpu, fd), path, NULL);
+        bench_must(gpu_trace_stop(setup->gpu, fd), path, NULL);
         (void)close(fd);
     }
     report(setup, run, begin);
@@ -364,16 +334,16 @@ int main(int argc, char **argv)
     ErrorDetail detail = ERROR_DETAIL_NULL;
     int i = 2;
 
-    must(argc < 3 ? -EINVAL : 0, "usage", NULL);
+    bench_must(argc < 3 ? -EINVAL : 0, "usage", NULL);
     for (; i < argc && !strchr(argv[i], ':'); i++)
         parse_setup(&setup, argv[i]);
-    must(setup.n_steps - 1u < MAX_STEPS && setup.n_warmup < setup.n_past ? 0 : -EINVAL, "steps, warmup, depth", NULL);
+    bench_must(setup.n_steps - 1u < MAX_STEPS && setup.n_warmup < setup.n_past ? 0 : -EINVAL, "steps, warmup, depth", NULL);
     setup.n_past -= setup.n_warmup;
-    must(gpu_open(&(GpuOptions){.cache_dir = setup.programs}, &setup.gpu, &detail), "device", &detail);
-    must(model_file_open(argv[1], setup.state, &setup.file, &detail), argv[1], &detail);
-    must(model_new(setup.gpu, setup.file, &options, &setup.model, &detail), argv[1], &detail);
+    bench_must(gpu_open(&(GpuOptions){.cache_dir = setup.programs}, &setup.gpu, &detail), "device", &detail);
+    bench_must(model_file_open(argv[1], setup.state, &setup.file, &detail), argv[1], &detail);
+    bench_must(model_new(setup.gpu, setup.file, &options, &setup.model, &detail), argv[1], &detail);
     setup.logits = calloc((size_t)MAX_ITEMS * model_file_params(setup.file)->n_vocab, sizeof(*setup.logits));
-    must(setup.logits ? 0 : -ENOMEM, "logits", NULL);
+    bench_must(setup.logits ? 0 : -ENOMEM, "logits", NULL);
     (void)printf("[");
     for (int first = i; i < argc; i++) {
         Run run;

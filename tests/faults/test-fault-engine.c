@@ -304,29 +304,21 @@ static void close_engine(const FaultLive *none)
 
 /* ---- scenarios ----------------------------------------------------------------------------------------------------- */
 
-/* The @cold request loads the model. */
-static void every_call(Kind kind, bool cold, uint32_t wanted)
+static void fail_call(uint32_t i)
 {
-    Tally tally = {0};
-    uint32_t n, stride;
-
-    if (cold)
-        unload();
-    fault_count(false);
-    ask_well(kind);
-    n = fault_n_calls();
-    stride = fault_rig_stride(n, wanted);
-    for (uint32_t i = 1 + fault_rig_seed() % stride; i <= n; i += stride) {
-        script_say("call %u of OpenCL of a %s %s gives CL_OUT_OF_RESOURCES", i, cold ? "cold" : "warm", kind_names[kind]);
-        if (cold)
-            unload();
-        fault_call(i, CL_OUT_OF_RESOURCES);
-        (void)run_case(kind, NULL, &tally);
-    }
-    say_tally("calls", kind, cold, n, &tally);
+    fault_call(i, CL_OUT_OF_RESOURCES);
 }
 
-static void every_allocation(Kind kind, bool cold, uint32_t wanted)
+/* What a request does many times, and how a fault is armed at the i-th. */
+typedef struct Point {
+    const char *name;
+    uint32_t (*count)(void);
+    void (*arm)(uint32_t i);
+} Point;
+static const Point call_of_opencl = {"call of OpenCL", fault_n_calls, fail_call}, allocation = {"allocation", fault_n_allocations, fault_allocation};
+
+/* The @cold request loads the model. */
+static void each(const Point *point, Kind kind, bool cold, uint32_t wanted)
 {
     Tally tally = {0};
     uint32_t n, stride;
@@ -335,16 +327,16 @@ static void every_allocation(Kind kind, bool cold, uint32_t wanted)
         unload();
     fault_count(false);
     ask_well(kind);
-    n = fault_n_allocations();
+    n = point->count();
     stride = fault_rig_stride(n, wanted);
     for (uint32_t i = 1 + fault_rig_seed() % stride; i <= n; i += stride) {
-        script_say("allocation %u of a %s %s", i, cold ? "cold" : "warm", kind_names[kind]);
+        script_say("%s %u of a %s %s fails", point->name, i, cold ? "cold" : "warm", kind_names[kind]);
         if (cold)
             unload();
-        fault_allocation(i);
+        point->arm(i);
         (void)run_case(kind, NULL, &tally);
     }
-    say_tally("allocations", kind, cold, n, &tally);
+    say_tally(point->name, kind, cold, n, &tally);
 }
 
 static void every_event(Kind kind, uint32_t wanted)
@@ -374,9 +366,9 @@ static void calls(void)
     FaultLive none;
 
     open_engine(&none);
-    every_call(PLAIN, true, 6);
-    every_call(BEAMS, false, 4);
-    every_call(SESSION, false, 6);
+    each(&call_of_opencl, PLAIN, true, 6);
+    each(&call_of_opencl, BEAMS, false, 4);
+    each(&call_of_opencl, SESSION, false, 6);
     for (Kind kind = 0; kind < N_KINDS; kind++)
         every_event(kind, 2);
     close_engine(&none);
@@ -387,9 +379,9 @@ static void allocations(void)
     FaultLive none;
 
     open_engine(&none);
-    every_allocation(PLAIN, true, 10);
+    each(&allocation, PLAIN, true, 10);
     for (Kind kind = 0; kind < N_KINDS; kind++)
-        every_allocation(kind, false, 12);
+        each(&allocation, kind, false, 12);
     close_engine(&none);
 }
 
