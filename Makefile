@@ -20,6 +20,7 @@ ifneq ($(SANITIZE),)
 override BUILD := $(BUILD)/sanitize-$(subst $(comma),-,$(SANITIZE))
 endif
 
+SCRIPTS  := packaging/scripts
 PACKAGES := OpenCL yaml-0.1 libsystemd libpcre2-8 jansson libcrypto libxxhash
 
 STD  := -std=gnu11 -D_GNU_SOURCE -DCL_TARGET_OPENCL_VERSION=120 -DLEAT_VERSION='"$(VERSION)"' \
@@ -136,7 +137,7 @@ $(FAKE_TESTS): $(BUILD)/tests/%: $(BUILD)/tests/%.o $(fake_objects) $(BUILD)/tes
 # Bus tests: a harness, cases, and an engine that needs no device; the daemons that they start.
 bus_test_objects := $(patsubst %.c,$(BUILD)/%.o,$(filter-out tests/bus/test-%,$(sort $(wildcard tests/bus/*.c))))
 
-$(BUS_TESTS): $(BUILD)/tests/bus/test-%: $(BUILD)/tests/bus/test-%.o $(bus_test_objects) $(bus_objects) $(BUILD)/libleat.a
+$(BUS_TESTS): $(BUILD)/tests/bus/test-%: $(BUILD)/tests/bus/test-%.o $(bus_test_objects) $(bus_objects) $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 
@@ -183,15 +184,15 @@ FAULT_MEMORY := fopen fdopen open_memstream getdelim memfd_create eventfd pthrea
                 free strdup strndup asprintf vasprintf mmap munmap mremap
 $(FAULT_TESTS): private LDFLAGS += $(foreach f,$(FAULT_CALLS) $(FAULT_MEMORY),-Wl,--wrap=$f)
 
-# make test T=kv-codec F='*odd*' runs one program, one pattern; no match is a failure.
+# make test T=kv-codec F='*odd*' runs one program, one pattern, in the surroundings of make check; no match is a failure.
 .PHONY: test
 test: $(patsubst %.c,$(BUILD)/%,$(firstword $(wildcard tests/*/test-$(T).c) no-test-$(T)))
-	$(Q){ $(if $(F),CMOCKA_TEST_FILTER='$(F)') $< 2>&1; echo $$? > $<.status; } | tee $<.log; \
+	$(Q)here=$(CURDIR) build=$(abspath $(BUILD)); . tests/environment; \
+	  export LEAT_TEST_MODEL="$${LEAT_TEST_MODEL:-$$($(SCRIPTS)/fetch-model)}"; \
+	  { $(if $(F),CMOCKA_TEST_FILTER='$(F)') $< 2>&1; echo $$? > $<.status; } | tee $<.log; \
 	  if grep -q '^\[==========\] 0 test' $<.log; then echo "no test matches '$(F)'" >&2; exit 1; fi; exit $$(cat $<.status)
 
 # ---- what a person calls --------------------------------------------------------------------------------------------------------
-
-SCRIPTS := packaging/scripts
 
 .PHONY: packages
 packages:

@@ -227,13 +227,11 @@ static int setup(void **state, bool fake, bool system_bus)
     assert_non_null(harness);
     harness->fake = fake;
     harness->system = system_bus;
-    if (!fake && !getenv("LEAT_TEST_MODEL")) {
+    if (!fake && !test_model_path()) {
         free(harness);
-        (void)fprintf(stderr, "LEAT_TEST_MODEL is not set: it names the GGUF file of a small chat model\n");
         return -1;
     }
-    (void)snprintf(harness->folder, sizeof(harness->folder), "/tmp/leat-test-bus-XXXXXX");
-    assert_non_null(mkdtemp(harness->folder));
+    assert_int_equal(test_folder_new(harness->folder), 0);
     assert_int_equal(chmod(harness->folder, 0755), 0); /* another user must reach the bus */
     (void)snprintf(harness->config, sizeof(harness->config), "%s/leat.yaml", harness->folder);
     (void)snprintf(models, sizeof(models), "%s/models", harness->folder);
@@ -283,8 +281,7 @@ int harness_teardown(void **state)
         (void)fprintf(stderr, "leatd ended with %d:\n", status);
         (void)!system(command);
     }
-    (void)snprintf(command, sizeof(command), "rm -rf '%s'", harness->folder);
-    (void)!system(command);
+    (void)test_folder_remove(harness->folder);
     free(harness);
     return status;
 }

@@ -3,6 +3,7 @@
 /* A private bus with a real leatd on it, and verbs to speak with it.  Every failure ends the case with a text. */
 
 #include "quant/base/error.h"
+#include "tests/lib/place.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -23,7 +24,7 @@
 #define SERVICE_PATH(name) BUS_ROOT "/service/" name
 
 typedef struct Harness {
-    char folder[64], address[128], config[96];
+    char folder[TEST_FOLDER_SIZE], address[128], config[96];
     pid_t bus_pid, daemon_pid;
     const char *notify; /* the next daemon's NOTIFY_SOCKET, with a watchdog of 400 ms; or NULL */
     bool fake;   /* tests/bus/fake-engine.c instead of the engine */

@@ -11,6 +11,7 @@
  * A program that fails is shrunk and printed as such a file; once its cause is mended it belongs into tests/data/cache-programs.txt.
  */
 
+#include "tests/lib/model-rig.h"
 #include "tests/lib/random-world.h"
 
 #include <inttypes.h>
@@ -31,13 +32,9 @@ typedef struct Fixture {
 static int setup(void **state)
 {
     Fixture *fixture = calloc(1, sizeof(*fixture));
-    ErrorDetail detail = ERROR_DETAIL_NULL;
 
     assert_non_null(fixture);
-    if (gpu_open(&(GpuOptions){.cache_dir = getenv("LEAT_TEST_CACHE")}, &fixture->gpu, &detail)) {
-        fprintf(stderr, "no device: %s\n", detail.text);
-        return -1;
-    }
+    fixture->gpu = rig_open_gpu();
     fixture->world = random_world_new(fixture->gpu);
     *state = fixture;
     return 0;

@@ -6,6 +6,7 @@
  * other pieces.
  */
 
+#include "tests/lib/model-rig.h"
 #include "tests/lib/random-world.h"
 
 #include <setjmp.h>
@@ -91,13 +92,9 @@ static void same_bits(Fixture *fixture, const char *first, const char *second, u
 static int setup(void **state)
 {
     Fixture *fixture = calloc(1, sizeof(*fixture));
-    ErrorDetail detail = ERROR_DETAIL_NULL;
 
     assert_non_null(fixture);
-    if (gpu_open(&(GpuOptions){.cache_dir = getenv("LEAT_TEST_CACHE")}, &fixture->gpu, &detail)) {
-        fprintf(stderr, "no device: %s\n", detail.text);
-        return -1;
-    }
+    fixture->gpu = rig_open_gpu();
     fixture->world = random_world_new(fixture->gpu);
     *state = fixture;
     return 0;

@@ -7,6 +7,7 @@
 
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
 #include <jansson.h>
 
@@ -215,12 +216,8 @@ static void row_11_5_a_history_that_is_all_cached_or_goes_another_way_is_answere
 static int setup(void **state)
 {
     (void)state;
-    model_path = getenv("LEAT_TEST_MODEL");
-    if (model_path && model_path[0])
-        return 0;
-    print_error("LEAT_TEST_MODEL is not set: it must name the GGUF file of SmolLM2-135M-Instruct (Q4_1); "
-                "packaging/scripts/fetch-model gets it and prints its path\n");
-    return -1;
+    model_path = test_model_path();
+    return model_path ? 0 : -1;
 }
 
 int main(void)

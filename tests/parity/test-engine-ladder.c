@@ -6,12 +6,13 @@
 
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
 #include <jansson.h>
 
 #define N_VOCAB 320
 
-static char tied[4096], state_dir[] = "/tmp/leat-ladder-XXXXXX";
+static char tied[4096], state_dir[TEST_FOLDER_SIZE];
 
 static EngineModel tiny(KvStrategy strategy)
 {
@@ -204,16 +205,13 @@ static int setup(void **state)
 {
     (void)state;
     rig_path("tiny-llama-tied.gguf", tied, sizeof(tied));
-    return mkdtemp(state_dir) ? 0 : -1;
+    return test_folder_new(state_dir);
 }
 
 static int teardown(void **state)
 {
-    char command[64];
-
     (void)state;
-    (void)snprintf(command, sizeof(command), "rm -r %s", state_dir);
-    return system(command);
+    return test_folder_remove(state_dir);
 }
 
 int main(void)

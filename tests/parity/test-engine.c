@@ -6,6 +6,7 @@
 
 #include "tests/lib/beam-oracle.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
 static const char *model_path;
 
@@ -189,12 +190,8 @@ static void a_prompt_beyond_the_context_is_refused_with_the_numbers(void **state
 static int setup(void **state)
 {
     (void)state;
-    model_path = getenv("LEAT_TEST_MODEL");
-    if (model_path && model_path[0])
-        return 0;
-    print_error("LEAT_TEST_MODEL is not set: it must name the GGUF file of SmolLM2-135M-Instruct (Q4_1); "
-                "packaging/scripts/fetch-model gets it and prints its path\n");
-    return -1;
+    model_path = test_model_path();
+    return model_path ? 0 : -1;
 }
 
 int main(void)

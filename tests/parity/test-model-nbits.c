@@ -6,8 +6,8 @@
 
 #include "daemon/model/nbits-private.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
-#include <ftw.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -21,7 +21,7 @@
 
 typedef struct State {
     Gpu *gpu;
-    char folder[64];
+    char folder[TEST_FOLDER_SIZE];
 } State;
 
 static int setup(void **state)
@@ -30,25 +30,18 @@ static int setup(void **state)
 
     if (!s)
         return -1;
-    (void)snprintf(s->folder, sizeof(s->folder), "/tmp/leat-test-nbits-XXXXXX");
-    if (!mkdtemp(s->folder))
+    if (test_folder_new(s->folder))
         return -1;
     s->gpu = rig_open_gpu();
     *state = s;
     return 0;
 }
 
-static int remove_one(const char *path, const struct stat *st, int flag, struct FTW *ftw)
-{
-    (void)st, (void)flag, (void)ftw;
-    return remove(path);
-}
-
 static int teardown(void **state)
 {
     State *s = *state;
 
-    (void)nftw(s->folder, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+    (void)test_folder_remove(s->folder);
     gpu_free(s->gpu);
     free(s);
     return 0;
@@ -292,17 +285,15 @@ static void other_backends_choose_among_their_own(void **state)
 static void smollm2_is_given_about_five_bits(void **state)
 {
     const State *s = *state;
-    const char *path = getenv("LEAT_TEST_MODEL");
+    const char *path = test_model_path();
     _cleanup_(model_freep) Model *model = NULL;
     _cleanup_(kv_store_freep) KvStore *store = NULL;
     KvPolicy policy = auto_policy();
     NbitsTable table;
     uint32_t choice;
 
-    if (!path || !*path) {
-        print_message("LEAT_TEST_MODEL does not name SmolLM2\n");
+    if (!path)
         skip();
-    }
     /* Half the positions of a real load: a test of what is chosen, not of the third digit. */
     model = rig_open_model(s->gpu, path, s->folder, (ModelOptions){.max_rows = CHUNK, .context = 512});
     store = rig_new_store(model, &policy);

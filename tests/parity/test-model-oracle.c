@@ -5,6 +5,7 @@
  */
 
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -22,14 +23,10 @@ typedef struct State {
 
 static int setup(void **state)
 {
-    const char *path = getenv("LEAT_TEST_MODEL");
+    const char *path = test_model_path();
     State *s = calloc(1, sizeof(*s));
 
-    if (!path || !*path) {
-        print_error("LEAT_TEST_MODEL must name the GGUF file of SmolLM2-135M-Instruct: run `make check`, which fetches it\n");
-        return -1;
-    }
-    if (!s)
+    if (!path || !s)
         return -1;
     s->gpu = rig_open_gpu();
     s->model = rig_open_model(s->gpu, path, NULL, (ModelOptions){.exact = true, .max_rows = 256});

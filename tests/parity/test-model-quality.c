@@ -6,6 +6,7 @@
  */
 
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -48,14 +49,10 @@ static int read_ids(State *s)
 
 static int setup(void **state)
 {
-    const char *path = getenv("LEAT_TEST_MODEL");
+    const char *path = test_model_path();
     State *s = calloc(1, sizeof(*s));
 
-    if (!path || !*path) {
-        print_error("LEAT_TEST_MODEL must name the GGUF file of SmolLM2-135M-Instruct: run `make check`, which fetches it\n");
-        return -1;
-    }
-    if (!s)
+    if (!path || !s)
         return -1;
     *state = s;
     s->gpu = rig_open_gpu();

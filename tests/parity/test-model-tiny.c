@@ -5,6 +5,7 @@
  */
 
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
 #include <fcntl.h>
 #include <math.h>
@@ -342,22 +343,16 @@ static void wrong_passes_are_refused_and_change_nothing(void **state)
 
 static int setup_folder(void **state)
 {
-    static char folder[64];
+    static char folder[TEST_FOLDER_SIZE];
 
     (void)state;
-    (void)snprintf(folder, sizeof(folder), "/tmp/leat-test-model-XXXXXX");
-    if (!mkdtemp(folder) || setenv("LEAT_TEST_FOLDER", folder, 1))
-        return -1;
-    return 0;
+    return test_folder_new(folder) || setenv("LEAT_TEST_FOLDER", folder, 1) ? -1 : 0;
 }
 
 static int teardown_folder(void **state)
 {
-    char command[128];
-
     (void)state;
-    (void)snprintf(command, sizeof(command), "rm -rf '%s'", getenv("LEAT_TEST_FOLDER"));
-    return system(command) == 0 ? 0 : -1;
+    return test_folder_remove(getenv("LEAT_TEST_FOLDER"));
 }
 
 static void quantised_run(Gpu *gpu, const char *state_dir, float *ret_logits)

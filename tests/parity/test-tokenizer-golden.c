@@ -3,6 +3,7 @@
 
 #include "daemon/model/gguf.h"
 #include "daemon/text/tokenizer.h"
+#include "tests/lib/place.h"
 
 #include <inttypes.h>
 #include <setjmp.h>
@@ -15,9 +16,6 @@
 
 #define TEXT_FILE   "tests/data/tokenizer-text.txt"
 #define GOLDEN_FILE "tests/data/tokenizer-golden.txt"
-#define MODEL_HELP                                                                                                          \
-    "LEAT_TEST_MODEL is not set: it names the GGUF of SmolLM2-135M-Instruct that the golden ids were made from (run from " \
-    "the top of the source tree)"
 
 typedef struct Fixture {
     Gguf *gguf;
@@ -46,16 +44,14 @@ static char *read_file(const char *path, size_t *ret_length)
 
 static int setup(void **state)
 {
-    const char *path = getenv("LEAT_TEST_MODEL");
+    const char *path = test_model_path();
     Fixture *fixture = calloc(1, sizeof(*fixture));
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
     assert_non_null(fixture);
     *state = fixture;
-    if (!path || !*path) {
-        print_error("%s\n", MODEL_HELP);
+    if (!path)
         return -1;
-    }
     if (gguf_open(path, &fixture->gguf, &detail) || tokenizer_new(fixture->gguf, &fixture->tokenizer, &detail)) {
         print_error("LEAT_TEST_MODEL=%s: %s\n", path, detail.text);
         return -1;

@@ -5,6 +5,7 @@
  */
 
 #include "daemon/config/config.h"
+#include "tests/lib/place.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -16,7 +17,7 @@
 #include <cmocka.h>
 
 typedef struct Fixture {
-    char folder[64], path[96];
+    char folder[TEST_FOLDER_SIZE], path[96];
 } Fixture;
 
 static int setup(void **state)
@@ -24,8 +25,7 @@ static int setup(void **state)
     static Fixture fixture;
     char folder[160];
 
-    strcpy(fixture.folder, "/tmp/leat-test-config-XXXXXX");
-    assert_non_null(mkdtemp(fixture.folder));
+    assert_int_equal(test_folder_new(fixture.folder), 0);
     (void)snprintf(fixture.path, sizeof(fixture.path), "%s/leat.yaml", fixture.folder);
     (void)snprintf(folder, sizeof(folder), "%s/leat.d", fixture.folder);
     (void)mkdir(folder, 0700);
@@ -37,10 +37,7 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    char command[160];
-
-    (void)snprintf(command, sizeof(command), "rm -rf '%s'", ((Fixture *)*state)->folder);
-    return system(command) != 0;
+    return test_folder_remove(((Fixture *)*state)->folder);
 }
 
 static void write_file(const Fixture *fixture, const char *name, const char *text)

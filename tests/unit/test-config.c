@@ -2,6 +2,7 @@
 /* Configuration files: what is read, what is refused, and where the mistake is said to be. */
 
 #include "daemon/config/config.h"
+#include "tests/lib/place.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -11,7 +12,7 @@
 #include <cmocka.h>
 
 typedef struct Fixture {
-    char folder[64], path[96];
+    char folder[TEST_FOLDER_SIZE], path[96];
     ConfigMessages messages;
     Config *config;
 } Fixture;
@@ -21,8 +22,7 @@ static int fixture_setup(void **state)
     Fixture *fixture = calloc(1, sizeof(*fixture));
 
     assert_non_null(fixture);
-    strcpy(fixture->folder, "/tmp/leat-test-config-XXXXXX");
-    assert_non_null(mkdtemp(fixture->folder));
+    assert_int_equal(test_folder_new(fixture->folder), 0);
     (void)snprintf(fixture->path, sizeof(fixture->path), "%s/leat.yaml", fixture->folder);
     *state = fixture;
     return 0;
@@ -31,12 +31,10 @@ static int fixture_setup(void **state)
 static int fixture_teardown(void **state)
 {
     Fixture *fixture = *state;
-    char command[128];
 
     config_messages_clear(&fixture->messages);
     config_free(fixture->config);
-    (void)snprintf(command, sizeof(command), "rm -rf '%s'", fixture->folder);
-    assert_int_equal(system(command), 0);
+    assert_int_equal(test_folder_remove(fixture->folder), 0);
     free(fixture);
     return 0;
 }

@@ -11,6 +11,7 @@
 #include "daemon/config/config.h"
 #include "daemon/model/model.h"
 #include "daemon/text/chat-template.h"
+#include "tests/lib/place.h"
 
 #include <fcntl.h>
 #include <setjmp.h>
@@ -351,8 +352,7 @@ static int setup(void **state)
     static Fuzz fuzz;
     const char *seconds = getenv("LEAT_FUZZ_SECONDS"), *seed = getenv("LEAT_FUZZ_SEED");
 
-    strcpy(fuzz.folder, "/tmp/leat-test-fuzz-XXXXXX");
-    assert_non_null(mkdtemp(fuzz.folder));
+    assert_int_equal(test_folder_new(fuzz.folder), 0);
     fuzz.seconds = seconds ? atof(seconds) : 2;
     fuzz.seed = seed ? strtoull(seed, NULL, 10) : 1;
     print_message("seed %llu, %g seconds\n", (unsigned long long)fuzz.seed, fuzz.seconds);
@@ -362,10 +362,7 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    char command[100];
-
-    (void)snprintf(command, sizeof(command), "rm -rf '%s'", ((Fuzz *)*state)->folder);
-    return system(command) != 0;
+    return test_folder_remove(((Fuzz *)*state)->folder);
 }
 
 int main(void)

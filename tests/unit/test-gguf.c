@@ -2,6 +2,7 @@
 /* GGUF reader: right files, files cut at every byte, and hostile numbers. */
 
 #include "tests/lib/gguf-writer.h"
+#include "tests/lib/place.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -356,25 +357,16 @@ static void names_are_printed_as_ascii(void **state)
 
 static int setup_folder(void **state)
 {
-    char *folder = strdup("/tmp/leat-test-gguf-XXXXXX");
-
-    *state = folder;
-    return folder && mkdtemp(folder) ? 0 : -1;
+    *state = malloc(TEST_FOLDER_SIZE);
+    return *state ? test_folder_new(*state) : -1;
 }
 
 static int teardown_folder(void **state)
 {
-    char path[512];
+    int r = test_folder_remove(*state);
 
-    static const char *const names[] = {"sample.gguf", "empty.gguf", "pipe"};
-
-    for (size_t i = 0; i < N_ELEMENTS(names); i++) {
-        (void)snprintf(path, sizeof(path), "%s/%s", (char *)*state, names[i]);
-        (void)unlink(path);
-    }
-    (void)rmdir(*state);
     free(*state);
-    return 0;
+    return r;
 }
 
 static void expect_open(const char *folder, const char *name, int result, const char *words)

@@ -4,6 +4,7 @@
 #include "daemon/model/model-private.h"
 #include "tests/lib/gguf-writer.h"
 #include "tests/lib/oracle.h"
+#include "tests/lib/place.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -134,19 +135,16 @@ static void write_model(GgufWriter *writer, const Variant *variant)
 
 static int setup(void **state)
 {
-    char *folder = strdup("/tmp/leat-test-file-XXXXXX");
-
-    *state = folder;
-    return folder && mkdtemp(folder) ? 0 : -1;
+    *state = malloc(TEST_FOLDER_SIZE);
+    return *state ? test_folder_new(*state) : -1;
 }
 
 static int teardown(void **state)
 {
-    char command[128];
+    int r = test_folder_remove(*state);
 
-    (void)snprintf(command, sizeof(command), "rm -rf '%s'", (char *)*state);
     free(*state);
-    return system(command) == 0 ? 0 : -1;
+    return r;
 }
 
 static int open_variant(const char *folder, const char *name, const Variant *variant, ModelFile **ret, ErrorDetail *reterr)

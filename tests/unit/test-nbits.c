@@ -2,9 +2,9 @@
 /* Automatic bits: the search on given numbers, and what is kept of them. */
 
 #include "daemon/model/nbits-private.h"
+#include "tests/lib/place.h"
 
 #include <fcntl.h>
-#include <ftw.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -196,7 +196,7 @@ static void when_nothing_is_within_the_budget_the_most_bits_are_taken(void **sta
 /* ---- what is kept -------------------------------------------------------------------------------------------------------------- */
 
 typedef struct State {
-    char folder[64];
+    char folder[TEST_FOLDER_SIZE];
     ModelFile file;
 } State;
 
@@ -206,8 +206,7 @@ static int setup(void **state)
 
     if (!s)
         return -1;
-    (void)snprintf(s->folder, sizeof(s->folder), "/tmp/leat-test-nbits-XXXXXX");
-    if (!mkdtemp(s->folder))
+    if (test_folder_new(s->folder))
         return -1;
     s->file.state_dir = s->folder;
     s->file.hparams.model.attention = shape;
@@ -216,17 +215,11 @@ static int setup(void **state)
     return 0;
 }
 
-static int remove_one(const char *path, const struct stat *st, int flag, struct FTW *ftw)
-{
-    (void)st, (void)flag, (void)ftw;
-    return remove(path);
-}
-
 static int teardown(void **state)
 {
     State *s = *state;
 
-    (void)nftw(s->folder, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+    (void)test_folder_remove(s->folder);
     free(s->file.nbits);
     free(s);
     return 0;

@@ -3,9 +3,9 @@
 
 #include "daemon/model/model-private.h"
 #include "tests/lib/oracle.h"
+#include "tests/lib/place.h"
 
 #include <fcntl.h>
-#include <ftw.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <string.h>
@@ -16,7 +16,7 @@
 #include <cmocka.h>
 
 typedef struct Fixture {
-    char state[64], path[4096], packed[256];
+    char state[TEST_FOLDER_SIZE], path[4096], packed[256];
 } Fixture;
 
 static ModelFile *open_model(const Fixture *fixture)
@@ -34,8 +34,7 @@ static int setup(void **state)
 
     if (!fixture)
         return -1;
-    (void)snprintf(fixture->state, sizeof(fixture->state), "/tmp/leat-weights-XXXXXX");
-    if (!mkdtemp(fixture->state))
+    if (test_folder_new(fixture->state))
         return -1;
     (void)snprintf(fixture->path, sizeof(fixture->path), "%s/tiny-llama-mixed.gguf", test_data_folder());
     file = open_model(fixture);
@@ -44,18 +43,12 @@ static int setup(void **state)
     return 0;
 }
 
-static int remove_entry(const char *path, const struct stat *st, int kind, struct FTW *where)
-{
-    (void)st, (void)kind, (void)where;
-    return remove(path);
-}
-
 static int teardown(void **state)
 {
     Fixture *fixture = *state;
 
     if (fixture)
-        (void)nftw(fixture->state, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+        (void)test_folder_remove(fixture->state);
     free(fixture);
     return 0;
 }
