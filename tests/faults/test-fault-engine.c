@@ -4,7 +4,8 @@
  * after it was accepted.  Whoever asked gets the right tokens or an error that says something; the next request is served and right; when the engine
  * ends, nothing is left behind.
  *
- * Some cases are taken, evenly spaced from a start that LEAT_FAULT_SEED moves (printed); LEAT_SOAK=1 takes all.
+ * Some cases are taken, evenly spaced from a start that LEAT_FAULT_SEED moves (printed); LEAT_SOAK=1 takes all, and with LEAT_SOAK_SLICES=N the
+ * N-th part of all that LEAT_FAULT_SEED names.
  */
 
 #include "quant/base/log.h"

@@ -19,7 +19,11 @@ uint32_t fault_rig_seed(void)
 
 uint32_t fault_rig_stride(uint32_t n, uint32_t wanted)
 {
-    return getenv("LEAT_SOAK") || n <= wanted ? 1 : n / wanted;
+    const char *slices = getenv("LEAT_SOAK_SLICES");
+
+    if (getenv("LEAT_SOAK"))
+        return slices ? MAX((uint32_t)strtoul(slices, NULL, 10), 1u) : 1;
+    return n <= wanted ? 1 : n / wanted;
 }
 
 static bool is_same(const FaultLive *a, const FaultLive *b)

@@ -20,7 +20,8 @@
 /* LEAT_FAULT_SEED, which main() sets when it is not there, and prints. */
 void fault_rig_set_seed(void);
 uint32_t fault_rig_seed(void);
-/* How far apart the cases are, of which there are @n, when @wanted of them are enough. */
+/* How far apart the cases are, of which there are @n, when @wanted of them are enough.  LEAT_SOAK: all of them; with
+ * LEAT_SOAK_SLICES=N every N-th, from the LEAT_FAULT_SEED-th (modulo N) on, so that N seeds in turn take all. */
 uint32_t fault_rig_stride(uint32_t n, uint32_t wanted);
 /* What is there is what was at @none.  Blocks are told that were allocated after the first @n_known ever. */
 void fault_rig_check_none_left(const FaultLive *none, uint64_t n_known);
