@@ -200,6 +200,40 @@ static void commands_do_not_end(void)
     sim_world_close(&world);
 }
 
+/* Copies that do not end keep their queue and who waits for them; others have the link, both ways.  Losing the device ends them. */
+static void copies_stall_beside_the_link(void)
+{
+    static cl_int host[4096], back[4096], lost[4096];
+    cl_event up, down, behind;
+    cl_command_queue queue;
+    cl_mem buffer, other;
+    SimWorld world;
+
+    sim_world_open(&world);
+    queue = clCreateCommandQueue(world.context, world.device, 0, NULL);
+    buffer = sim_world_buffer(&world, sizeof(host));
+    other = sim_world_buffer(&world, sizeof(host));
+    set_faults(&world, "clEnqueueWriteBuffer:1:stall;clEnqueueReadBuffer:1:stall");
+    CHECK(clEnqueueWriteBuffer(world.a, buffer, CL_FALSE, 0, sizeof(host), host, 0, NULL, &up) == CL_SUCCESS);
+    CHECK(sim_world_add(&world, world.a, buffer, 4096, 1, 0, NULL, &behind) == CL_SUCCESS && clFlush(world.a) == CL_SUCCESS);
+    CHECK(clSetEventCallback(behind, CL_COMPLETE, called, (void *)(uintptr_t)&called_with) == CL_SUCCESS);
+    for (cl_int i = 0; i < 3; i++) {
+        CHECK(clEnqueueWriteBuffer(world.b, other, CL_FALSE, 0, sizeof(host), host, 0, NULL, NULL) == CL_SUCCESS);
+        CHECK(sim_world_add(&world, world.b, other, 4096, i, 0, NULL, NULL) == CL_SUCCESS && clFinish(world.b) == CL_SUCCESS);
+    }
+    CHECK(clEnqueueReadBuffer(queue, buffer, CL_FALSE, 0, sizeof(lost), lost, 0, NULL, &down) == CL_SUCCESS && clFlush(queue) == CL_SUCCESS);
+    CHECK(clEnqueueReadBuffer(world.b, other, CL_TRUE, 0, sizeof(back), back, 0, NULL, NULL) == CL_SUCCESS && back[4095] == 2);
+    CHECK(sim_event_status(up) > CL_COMPLETE && sim_event_status(behind) > CL_COMPLETE && sim_event_status(down) > CL_COMPLETE);
+    set_faults(&world, "clFlush:1:reset");
+    CHECK(clFlush(world.b) == CL_OUT_OF_RESOURCES);
+    for (unsigned i = 0; i < 20000 && called_with == 1; i++)
+        (void)usleep(1000);
+    CHECK(called_with <= CL_COMPLETE);
+    CHECK(clReleaseEvent(down) == CL_SUCCESS && clReleaseEvent(behind) == CL_SUCCESS && clReleaseEvent(up) == CL_SUCCESS);
+    CHECK(clReleaseMemObject(other) == CL_SUCCESS && clReleaseMemObject(buffer) == CL_SUCCESS && clReleaseCommandQueue(queue) == CL_SUCCESS);
+    sim_world_close(&world);
+}
+
 /* ---- every call ---------------------------------------------------------------------------------------------------- */
 
 /* What a careful program holds; everything is given back whatever has failed, once more where giving back failed. */
@@ -297,6 +331,7 @@ static const SimScenario scenarios[] = {
     {"device_is_reset", device_is_reset},
     {"commands_fail_later", commands_fail_later},
     {"commands_do_not_end", commands_do_not_end},
+    {"copies_stall_beside_the_link", copies_stall_beside_the_link},
     {"every_call_fails_once", every_call_fails_once},
 };
 
@@ -358,6 +393,14 @@ static void sim_accepted_commands_do_not_end(void **state)
     sim_rig_run_well("commands_do_not_end", UNIFIED);
 }
 
+static void sim_a_copy_that_does_not_end_leaves_the_link_to_others(void **state)
+{
+    (void)state;
+    /* What has not been seen to end may be in use for ever. */
+    sim_rig_run_well("copies_stall_beside_the_link", "CLSIM_CHECK=host,callback,release,leak,map CLSIM_MISUSE=99");
+    sim_rig_run_well("copies_stall_beside_the_link", "CLSIM_CHECK=host,callback,release,leak,map CLSIM_MISUSE=99 CLSIM_ENGINES=1");
+}
+
 static void sim_every_call_of_a_program_fails_once(void **state)
 {
     (void)state;
@@ -375,6 +418,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(sim_a_reset_device_can_be_opened_again),
         cmocka_unit_test(sim_accepted_commands_fail),
         cmocka_unit_test(sim_accepted_commands_do_not_end),
+        cmocka_unit_test(sim_a_copy_that_does_not_end_leaves_the_link_to_others),
         cmocka_unit_test(sim_every_call_of_a_program_fails_once),
     };
 

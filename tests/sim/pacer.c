@@ -4,6 +4,8 @@
  * the one before it on its engine ends, and takes bytes / rate: a piece is moved, then its time is slept, so what has not arrived yet cannot be
  * read.  The latency of what is only behind others in its queue passes while they run: an engine has fetched its next command by then.  The
  * engine's time is reckoned, not measured: a thread that the system runs late does not make the link slower.
+ *
+ * A job that stalls is parked beside its engine, so that what others send goes on; what waits for it by its queue or its event does not.
  */
 
 #include "tests/sim/sim.h"
@@ -142,18 +144,6 @@ static void wait_until(SimLane *lane, uint64_t nsec)
     lane->spun_at_nsec = now;
 }
 
-/* A stalled command: until its time is over, the device is lost, or the program ends. */
-static void stall(SimLane *lane, const SimJob *job)
-{
-    uint64_t until = job->stall_msec < 0 ? UINT64_MAX / 2 : sim_now_nsec(CLOCK_MONOTONIC) + (uint64_t)job->stall_msec * 1000000;
-    cl_int code;
-
-    sim_lock();
-    while (!lane->stopping && !job_is_lost(job, &code) && sim_now_nsec(CLOCK_MONOTONIC) < until)
-        (void)lane_wait_until(lane, SIM_MIN(until, sim_now_nsec(CLOCK_MONOTONIC) + UINT64_C(3600000000000)));
-    sim_unlock();
-}
-
 /* ---- moving -------------------------------------------------------------------------------------------------------- */
 
 static unsigned char *end_pointer(const SimEnd *end, uint64_t at)
@@ -274,8 +264,6 @@ static void job_run(SimLane *lane, SimJob *job)
     cl_int status = job->status;
     double rate = event->queue->device->lanes[job->lane].rate;
 
-    if (job->stalls)
-        stall(lane, job);
     if (status == CL_SUCCESS && !job_is_lost(job, &status) && lane->stopping)
         status = CL_OUT_OF_RESOURCES; /* the program is ending */
     if (status == CL_SUCCESS && job_bytes(job) > 0) {
@@ -317,23 +305,64 @@ static void take_processor(void)
     (void)pthread_setaffinity_np(pthread_self(), sizeof(last), &last);
 }
 
+/* A stalled command comes back when its time is over, the device is lost, or the program ends.  sim.lock is held. */
+static SimJob *take_parked(SimLane *lane, uint64_t *ret_until)
+{
+    uint64_t now = sim_now_nsec(CLOCK_MONOTONIC);
+    cl_int code;
+
+    *ret_until = UINT64_MAX;
+    for (SimJob **at = &lane->parked; *at; at = &(*at)->next) {
+        SimJob *job = *at;
+
+        if (lane->stopping || job->until_nsec <= now || job_is_lost(job, &code)) {
+            *at = job->next;
+            return job;
+        }
+        *ret_until = SIM_MIN(*ret_until, job->until_nsec);
+    }
+    return NULL;
+}
+
+static void park(SimLane *lane, SimJob *job)
+{
+    job->until_nsec = job->stall_msec < 0 ? UINT64_MAX : sim_now_nsec(CLOCK_MONOTONIC) + (uint64_t)job->stall_msec * 1000000;
+    job->next = lane->parked;
+    lane->parked = job;
+}
+
+/* What is to be run next; NULL: nothing any more.  sim.lock is held. */
+static SimJob *lane_take(SimLane *lane)
+{
+    for (;;) {
+        uint64_t until;
+        SimJob *job = take_parked(lane, &until);
+
+        if (job || lane->stopping)
+            return job;
+        job = lane->first;
+        if (job) {
+            lane->first = job->next;
+            if (!job->stalls)
+                return job;
+            park(lane, job);
+        } else if (until == UINT64_MAX)
+            sim_wait(&lane->changed);
+        else
+            (void)lane_wait_until(lane, until);
+    }
+}
+
 static void *lane_run(void *userdata)
 {
     SimLane *lane = userdata;
+    SimJob *job;
 
     take_processor();
     (void)prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
     (void)prctl(PR_SET_NAME, "clsim copy", 0UL, 0UL, 0UL);
     sim_lock();
-    for (;;) {
-        SimJob *job;
-
-        while (!lane->first && !lane->stopping)
-            sim_wait(&lane->changed);
-        if (lane->stopping)
-            break;
-        job = lane->first;
-        lane->first = job->next;
+    while ((job = lane_take(lane))) {
         sim_unlock();
         job_run(lane, job);
         sim_lock();

@@ -238,6 +238,7 @@ typedef struct SimLane {
     bool started, stopping;
     pthread_cond_t changed; /* with sim.lock */
     SimJob *first, *last;
+    SimJob *parked;         /* those that stall */
     double rate;            /* bytes a second; 0: not limited */
     uint64_t busy_until_nsec;
     uint64_t may_spin_nsec, spun_at_nsec; /* what it may wait without sleeping, as of when */
@@ -469,6 +470,7 @@ struct SimJob {
     cl_int status;    /* < 0: fails without copying */
     bool stalls;
     int64_t stall_msec;
+    uint64_t until_nsec; /* when it stalls no longer */
     bool hashed;
     uint64_t hash;    /* of the host's memory when it was enqueued */
 };
