@@ -180,10 +180,11 @@ static bool recharge(KvArenas *arenas, uint32_t before)
 
 static int refuse(const KvArenas *arenas, uint32_t n_pages, ErrorDetail *reterr)
 {
+    const KvBudget *budget = kv_budget_tightest(arenas->options.host_budget);
+
     return error_detail_set(reterr, KV_E_HOST_MEMORY, "cache: %llu bytes more for pages, %llu of %llu (host-memory) are in use",
-                            (unsigned long long)(n_pages * page_bytes(arenas)),
-                            (unsigned long long)arenas->options.host_budget->used_bytes,
-                            (unsigned long long)arenas->options.host_budget->limit_bytes);
+                            (unsigned long long)(n_pages * page_bytes(arenas)), (unsigned long long)budget->used_bytes,
+                            (unsigned long long)budget->limit_bytes);
 }
 
 int kv_arenas_reserve(KvArenas *arenas, uint32_t n_pages, ErrorDetail *reterr)

@@ -68,20 +68,18 @@ static uint32_t take_steps(const KvPassItem *item, uint32_t *left)
 }
 
 /* Compatibility mode has no arenas that would watch over the host budget. */
-static int check_host_budget(const KvStore *store, const KvPassItem *items, uint32_t n_items, ErrorDetail *reterr)
+static int charge_host(KvStore *store, const KvPassItem *items, uint32_t n_items, ErrorDetail *reterr)
 {
-    uint64_t limit = store->host_budget.limit_bytes, used = 0, n_tokens = 0;
+    const KvBudget *budget = kv_budget_tightest(&store->host_budget);
+    uint64_t n_tokens = 0, bytes;
 
-    if (!store->host || limit == 0)
-        return 0;
-    for (const KvCache *cache = store->caches; cache; cache = cache->next)
-        used += kv_host_past_bytes(cache->past->host);
     for (uint32_t i = 0; i < n_items; i++)
         n_tokens += items[i].n_tokens;
-    used += n_tokens * store->sizes.plan.host_bytes_per_token;
-    if (used > limit)
-        return error_detail_set(reterr, KV_E_HOST_MEMORY, "cache: %llu more tokens in compatibility mode make %llu bytes on the host, its budget is "
-                                "%llu", (unsigned long long)n_tokens, (unsigned long long)used, (unsigned long long)limit);
+    bytes = n_tokens * store->sizes.plan.host_bytes_per_token;
+    if (!kv_store_charge_host(store, bytes))
+        return error_detail_set(reterr, KV_E_HOST_MEMORY, "cache: %llu bytes more for %llu tokens in compatibility mode, %llu of %llu "
+                                "(host-memory) are in use", (unsigned long long)bytes, (unsigned long long)n_tokens,
+                                (unsigned long long)budget->used_bytes, (unsigned long long)budget->limit_bytes);
     return 0;
 }
 
@@ -110,7 +108,7 @@ static int reserve(KvPass *pass, const KvPassItem *items, uint32_t n_items, Erro
     int r = 0;
 
     pass->n_entries = 0;
-    r = check_host_budget(pass->store, items, n_items, reterr);
+    r = charge_host(pass->store, items, n_items, reterr);
     for (uint32_t i = 0; i < n_items && !r; i++) {
         pass->entries[i].n_tokens = items[i].n_tokens;
         pass->n_entries = i + 1;

@@ -103,6 +103,7 @@ struct KvStore {
     KvTails states; /* n_slots 0: no layer has a state */
     KvRing ring;
     KvHost *host; /* compatibility mode, else NULL */
+    uint64_t host_charged_bytes; /* what its caches have of the budget */
     KvScheduleItem *items; /* (max items): scratch of kv_pass_begin() and kv_pass_prefetch() */
     KvPass pass;
     KvCache *caches;
@@ -140,6 +141,8 @@ void kv_store_forget_home(KvStore *store);
 int kv_store_settle(KvStore *store, ErrorDetail *reterr);
 /* Gives back arenas that nobody uses, when the device can be stopped for it. */
 void kv_store_trim(KvStore *store);
+/* Compatibility mode, else nothing: the budget is charged for what its caches hold now and @more_bytes.  False when that is not to be had. */
+bool kv_store_charge_host(KvStore *store, uint64_t more_bytes);
 /* KvBudget.reclaim: drops the oldest checkpoint of the store. */
 bool kv_store_drop_checkpoint(void *userdata);
 

@@ -61,10 +61,28 @@ int kv_store_settle(KvStore *store, ErrorDetail *reterr)
 
 /* ---- memory ------------------------------------------------------------------------------------------------------------- */
 
+bool kv_store_charge_host(KvStore *store, uint64_t more_bytes)
+{
+    uint64_t bytes = more_bytes;
+
+    if (!store->host)
+        return true;
+    for (const KvCache *cache = store->caches; cache; cache = cache->next)
+        if (cache->past && cache->past->host) /* in the middle of an operation on rows one may have none */
+            bytes += kv_host_past_bytes(cache->past->host);
+    if (bytes > store->host_charged_bytes && !kv_budget_take(&store->host_budget, bytes - store->host_charged_bytes))
+        return false;
+    if (bytes < store->host_charged_bytes)
+        kv_budget_return(&store->host_budget, store->host_charged_bytes - bytes);
+    store->host_charged_bytes = bytes;
+    return true;
+}
+
 void kv_store_trim(KvStore *store)
 {
     bool can = false;
 
+    (void)kv_store_charge_host(store, 0);
     for (uint32_t s = 0; s < store->sizes.n_sections; s++)
         can = can || kv_arenas_can_trim(&store->sections[s].arenas);
     if (!can || gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) != 0)
@@ -331,8 +349,10 @@ int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore
     r = kv_sizes_compute(gpu_info(gpu), model, policy, &store->sizes, reterr);
     if (r)
         return error_trace(r);
-    store->host_budget = (KvBudget){
-        .limit_bytes = policy->host_budget_bytes, .reclaim = kv_store_drop_checkpoint, .userdata = store};
+    store->host_budget = (KvBudget){.limit_bytes = policy->host_budget_bytes,
+                                    .shared = model->host_memory,
+                                    .reclaim = kv_store_drop_checkpoint,
+                                    .userdata = store};
     if (store->sizes.device_page_limit_bytes < UINT64_MAX)
         store->device_budget.limit_bytes = MAX(store->sizes.device_page_limit_bytes, (uint64_t)1); /* 0 would be no limit */
     r = new_memory(store);
@@ -394,6 +414,7 @@ KvStore *kv_store_free(KvStore *store)
     free(store->sections);
     kv_sizes_deinit(&store->sizes);
     (void)kv_host_free(store->host);
+    kv_budget_return(&store->host_budget, store->host_budget.used_bytes); /* what a shared one was charged */
     free(store);
     return NULL;
 }

@@ -22,6 +22,7 @@
  * Every operation validates first and applies after: on error nothing has changed.  No function here knows a token's text.
  */
 
+#include "cache/kv-budget.h"
 #include "opencl/attend.h"
 #include "opencl/gpu.h"
 #include "quant/kv-codec.h"
@@ -74,7 +75,7 @@ typedef struct KvPolicy {
     KvTransfer transfer;
     uint32_t n_slots;              /* staging buffers of the ring, 1-8 */
     uint32_t max_cache_tokens;     /* static: reserved; dynamic: refused beyond */
-    uint64_t host_budget_bytes;    /* for pages and checkpoints; 0: no limit of ours */
+    uint64_t host_budget_bytes;    /* for pages and checkpoints; 0: only what the stores of a daemon share (KvModel) */
     uint64_t device_budget_bytes;  /* for staging + tails (+ pages when home is the device); 0: what the device's budget allows.  Home host,
                                     * copied: what is left holds a resident share of the pages, of every layer the same */
     KvRates rates;                 /* limit the resident share to what the link cannot feed in time */
@@ -129,6 +130,7 @@ typedef struct KvModel {
     uint32_t max_sequences;          /* tail slots */
     uint32_t max_cross_tokens;       /* longest encoder output; 0: there are no cross layers */
     uint32_t max_state_steps;        /* states that a pass may keep beside those at its end: kv_cache_record() */
+    KvBudget *host_memory;           /* of the caches of several stores together; borrowed as long as the store lives; NULL: none */
 } KvModel;
 
 typedef struct KvStore KvStore;

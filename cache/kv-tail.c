@@ -50,10 +50,13 @@ int kv_saved_new(KvTails *tails, KvSaved **ret, ErrorDetail *reterr)
 {
     KvSaved *saved;
 
-    if (!kv_budget_take(tails->host_budget, tails->slot_bytes))
-        return error_detail_set(reterr, KV_E_HOST_MEMORY, "cache: %llu bytes to save recent tokens, %llu of %llu are in use",
-                                (unsigned long long)tails->slot_bytes, (unsigned long long)tails->host_budget->used_bytes,
-                                (unsigned long long)tails->host_budget->limit_bytes);
+    if (!kv_budget_take(tails->host_budget, tails->slot_bytes)) {
+        const KvBudget *budget = kv_budget_tightest(tails->host_budget);
+
+        return error_detail_set(reterr, KV_E_HOST_MEMORY, "cache: %llu bytes to save recent tokens, %llu of %llu (host-memory) are in use",
+                                (unsigned long long)tails->slot_bytes, (unsigned long long)budget->used_bytes,
+                                (unsigned long long)budget->limit_bytes);
+    }
     saved = malloc(sizeof(*saved) + tails->slot_bytes);
     if (!saved) {
         kv_budget_return(tails->host_budget, tails->slot_bytes);

@@ -299,8 +299,9 @@ static int reload(void *userdata, ErrorDetail *reterr)
     if (r == 0)
         r = apply_config(leatd, config, reterr);
     if (r == 0) {
-        if (config->max_queue != leatd->config->max_queue || config->n_devices != leatd->config->n_devices)
-            log_notice("scheduler.max-queue and devices take effect at the next start");
+        if (config->max_queue != leatd->config->max_queue || config->n_devices != leatd->config->n_devices ||
+            config->host_memory_bytes != leatd->config->host_memory_bytes)
+            log_notice("scheduler.max-queue, scheduler.host-memory and devices take effect at the next start");
         old = leatd->config;
         leatd->config = TAKE_PTR(config);
         log_set_level((LogLevel)leatd->config->log_level);
@@ -411,6 +412,7 @@ static int open_engine(Leatd *leatd, ErrorDetail *reterr)
         .state_dir = leatd->arguments.state_dir,
         .max_queue = leatd->config->max_queue,
         .watchdog_usec = 60 * UINT64_C(1000000),
+        .host_memory_bytes = leatd->config->host_memory_bytes,
     };
     size_t n_models;
     int r = config_engine_models(leatd->config, &models, &n_models, reterr);

@@ -172,6 +172,24 @@ MANAGER_GETTER(max_queue)
     return sd_bus_message_append(reply, "u", bus->max_queue);
 }
 
+MANAGER_GETTER(host_memory)
+{
+    const Bus *bus = userdata;
+    EngineDeviceStatus device;
+
+    engine_device_status(bus->engine, &device);
+    return sd_bus_message_append(reply, "t", device.host_memory_bytes);
+}
+
+MANAGER_GETTER(host_memory_used)
+{
+    const Bus *bus = userdata;
+    EngineDeviceStatus device;
+
+    engine_device_status(bus->engine, &device);
+    return sd_bus_message_append(reply, "t", device.host_used_bytes);
+}
+
 MANAGER_GETTER(config_generation)
 {
     const Bus *bus = userdata;
@@ -204,6 +222,8 @@ static const sd_bus_vtable bus_manager_vtable[] = {
     SD_BUS_PROPERTY("NJobs", "u", bus_manager_get_n_jobs, 0, 0),
     SD_BUS_PROPERTY("NQueued", "u", bus_manager_get_n_queued, 0, 0),
     SD_BUS_PROPERTY("MaxQueue", "u", bus_manager_get_max_queue, 0, SD_BUS_VTABLE_PROPERTY_CONST),
+    SD_BUS_PROPERTY("HostMemory", "t", bus_manager_get_host_memory, 0, SD_BUS_VTABLE_PROPERTY_CONST),
+    SD_BUS_PROPERTY("HostMemoryUsed", "t", bus_manager_get_host_memory_used, 0, 0),
     SD_BUS_PROPERTY("ConfigGeneration", "t", bus_manager_get_config_generation, 0, SD_BUS_VTABLE_PROPERTY_EMITS_CHANGE),
     SD_BUS_PROPERTY("ConfigOk", "b", bus_manager_get_config_ok, 0, SD_BUS_VTABLE_PROPERTY_EMITS_CHANGE),
     SD_BUS_VTABLE_END,

@@ -445,10 +445,24 @@ static int read_spill_after(ConfigReader *reader, const YamlNode *node, void *ta
     return read_duration(reader, node, &((Config *)target)->spill_after_usec);
 }
 
+static int read_host_memory(ConfigReader *reader, const YamlNode *node, void *target)
+{
+    uint64_t *bytes = &((Config *)target)->host_memory_bytes;
+    int r;
+
+    *bytes = 0;
+    if (node->kind == YAML_KIND_SCALAR && strcmp(node->text, "auto") == 0)
+        return 0;
+    r = read_bytes(reader, node, bytes);
+    if (!r && *bytes == 0)
+        r = config_read_fail(reader, node, "0 bytes hold no cache: write auto, or leave it out");
+    return r;
+}
+
 static int read_scheduler(ConfigReader *reader, const YamlNode *node, void *target)
 {
     static const ConfigKey keys[] = {
-        {"max-queue", read_max_queue}, {"idle-exit", read_idle_exit}, {"spill", read_spill}, {"spill-after", read_spill_after}};
+        {"max-queue", read_max_queue}, {"host-memory", read_host_memory}, {"idle-exit", read_idle_exit}, {"spill", read_spill}, {"spill-after", read_spill_after}};
 
     return config_read_map(reader, node, keys, N_ELEMENTS(keys), target);
 }

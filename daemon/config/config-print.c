@@ -164,6 +164,10 @@ int config_print(const Config *config, FILE *file)
     for (size_t i = 0; i < config->n_models; i++)
         print_model(file, &config->models[i]);
     (void)fprintf(file, "scheduler:\n  max-queue: %" PRIu32 "\n", config->max_queue);
+    if (config->host_memory_bytes > 0)
+        (void)fprintf(file, "  host-memory: %" PRIu64 "\n", config->host_memory_bytes);
+    else
+        (void)fputs("  host-memory: auto\n", file);
     print_duration(file, "  ", "idle-exit", config->idle_exit_usec);
     print_key(file, "  ", "spill", config->spill_dir);
     print_duration(file, "  ", "spill-after", config->spill_after_usec);

@@ -104,6 +104,7 @@ typedef struct Config {
     ConfigService *services;
     size_t n_services;
     uint32_t max_queue;
+    uint64_t host_memory_bytes; /* for the caches of all models; 0: automatic */
     int log_level;
     char *spill_dir;         /* absolute, or NULL: caches of idle sessions stay in memory */
     uint64_t spill_after_usec;

@@ -124,7 +124,7 @@ static void ctl_print_fact(FILE *file, const char *key, const json_t *value)
     char text[32];
 
     if (json_is_integer(value) &&
-        (ctl_key_ends_with(key, "bytes") || ctl_key_ends_with(key, "FileSize") || !strncmp(key, "Memory", 6))) {
+        (ctl_key_ends_with(key, "bytes") || ctl_key_ends_with(key, "FileSize") || strstr(key, "Memory"))) {
         ctl_format_bytes((uint64_t)json_integer_value(value), text);
         (void)fprintf(file, "%s\n", text);
     } else if (json_is_integer(value) && ctl_key_ends_with(key, "usec")) {

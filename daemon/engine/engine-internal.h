@@ -44,6 +44,7 @@ struct Engine {
     char *state_dir;
     uint32_t max_queue;
     uint64_t watchdog_usec;
+    KvBudget host_memory; /* of the caches of all models */
 
     pthread_mutex_t status_lock;
     EngineModelStatus *model_status;

@@ -2,6 +2,7 @@
 /* The engine thread and what other threads may call. */
 
 #include "daemon/engine/engine-internal.h"
+#include "daemon/engine/host-memory.h"
 #include "quant/base/log.h"
 
 #include <signal.h>
@@ -115,6 +116,7 @@ static int engine_copy_options(Engine *engine, const EngineOptions *options)
     }
     engine->max_queue = options->max_queue ? MIN(options->max_queue, (uint32_t)ENGINE_MAX_QUEUE) : ENGINE_MAX_QUEUE;
     engine->watchdog_usec = options->watchdog_usec;
+    engine->host_memory.limit_bytes = options->host_memory_bytes ? options->host_memory_bytes : host_memory_available("") / 2;
     r = model_configs_copy(options->models, options->n_models, &models);
     if (r < 0)
         return error_trace(r);
@@ -141,6 +143,8 @@ int engine_new(const EngineOptions *options, Engine **ret, ErrorDetail *reterr)
         r = worker_new(engine->mailbox, "leat-files", &engine->file_worker, reterr);
     if (r < 0)
         return error_trace(r);
+    log_notice("Caches have up to %llu MiB of host memory%s", (unsigned long long)(engine->host_memory.limit_bytes >> 20),
+               options->host_memory_bytes ? "" : ", half of what is available");
     status_publish(engine);
     r = pthread_create(&engine->thread, NULL, engine_main, engine);
     if (r > 0)

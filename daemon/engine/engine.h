@@ -121,6 +121,7 @@ typedef struct EngineOptions {
     size_t n_models;
     uint32_t max_queue;         /* jobs waiting; more: QUEUE_FULL */
     uint64_t watchdog_usec;     /* deadline of one wait for the device */
+    uint64_t host_memory_bytes; /* for the caches of all models together; 0: half of what is available now */
 } EngineOptions;
 
 int engine_new(const EngineOptions *options, Engine **ret, ErrorDetail *reterr);
@@ -282,6 +283,7 @@ typedef struct EngineDeviceStatus {
     bool open;
     GpuInfo info;
     uint64_t used_bytes[GPU_PURPOSE_X_MAX], total_used_bytes;
+    uint64_t host_memory_bytes, host_used_bytes; /* of the host: what the caches of all models may have, and have */
     GpuCounters counters;
     ErrorDetail error; /* why it is not open */
 } EngineDeviceStatus;

@@ -98,7 +98,7 @@ const ModelFile *slot_file(const ModelSlot *slot);
 uint32_t slot_context(const ModelSlot *slot, const KvPolicy *policy);
 /* What of the device is left for it. */
 uint64_t slot_room(const Engine *engine, const ModelSlot *slot);
-ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t max_rows);
+ModelOptions slot_options(Engine *engine, const ModelSlot *slot, uint32_t max_rows);
 /* Rows of a prompt that a pass may have now: by memory, and by how long the last took.  Results do not depend on it. */
 uint32_t slot_chunk_rows(const ModelSlot *slot);
 /* Learns from a pass. */

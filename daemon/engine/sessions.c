@@ -101,6 +101,10 @@ bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claim
     Session *idle = NULL;
     Job *lower = NULL;
 
+    if (engine->host_memory.was_short) { /* the memory of all: whoever was idle longest */
+        engine->host_memory.was_short = false;
+        store = NULL;
+    }
     for (Session *s = engine->sessions; s; s = s->next)
         if (s->cache && !s->job && (!store || s->store == store) && (!idle || s->last_used_usec < idle->last_used_usec))
             idle = s;

@@ -47,7 +47,7 @@ uint32_t slot_context(const ModelSlot *slot, const KvPolicy *policy)
     return context;
 }
 
-ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t max_rows)
+ModelOptions slot_options(Engine *engine, const ModelSlot *slot, uint32_t max_rows)
 {
     return (ModelOptions){
         .exact = slot->config.exact,
@@ -55,6 +55,7 @@ ModelOptions slot_options(const Engine *engine, const ModelSlot *slot, uint32_t 
         .max_rows = max_rows,
         .max_sequences = MIN(slot->config.parallel, (uint32_t)ENGINE_MAX_ACTIVE),
         .deadline_usec = engine->watchdog_usec,
+        .host_memory = &engine->host_memory,
         .weights = slot->config.weights,
     };
 }

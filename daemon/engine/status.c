@@ -125,7 +125,10 @@ static void publish_models(Engine *engine)
 
 static void publish_device(Engine *engine)
 {
-    EngineDeviceStatus status = {.open = engine->gpu != NULL, .error = engine->device_error};
+    EngineDeviceStatus status = {.open = engine->gpu != NULL,
+                                 .host_memory_bytes = engine->host_memory.limit_bytes,
+                                 .host_used_bytes = engine->host_memory.used_bytes,
+                                 .error = engine->device_error};
 
     if (engine->gpu) {
         status.info = *gpu_info(engine->gpu);
@@ -177,10 +180,11 @@ static json_t *device_json(const EngineDeviceStatus *d)
 
     for (int p = 0; p < GPU_PURPOSE_X_MAX; p++)
         (void)json_object_set_new(used, gpu_purpose_to_string((GpuPurpose)p), json_integer((json_int_t)d->used_bytes[p]));
-    return json_pack("{s:b, s:s, s:s, s:s, s:s, s:s, s:I, s:I, s:I, s:o, s:s}", "open", d->open, "name", d->info.name, "vendor",
+    return json_pack("{s:b, s:s, s:s, s:s, s:s, s:s, s:I, s:I, s:I, s:o, s:I, s:I, s:s}", "open", d->open, "name", d->info.name, "vendor",
                      d->info.vendor, "driver", d->info.driver, "type", d->open ? gpu_device_type_to_string(d->info.type) : "",
                      "reason", d->info.reason, "memory-bytes", (json_int_t)d->info.memory_bytes, "budget-bytes",
-                     (json_int_t)d->info.budget_bytes, "used-bytes", (json_int_t)d->total_used_bytes, "used", used, "error",
+                     (json_int_t)d->info.budget_bytes, "used-bytes", (json_int_t)d->total_used_bytes, "used", used,
+                     "host-memory-bytes", (json_int_t)d->host_memory_bytes, "host-used-bytes", (json_int_t)d->host_used_bytes, "error",
                      d->error.text);
 }
 

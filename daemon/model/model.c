@@ -320,5 +320,6 @@ int model_store_new(Model *model, const KvPolicy *policy, KvStore **ret, ErrorDe
     if (r)
         return error_trace(r);
     kv_model = model_kv(model->file, &model->options, model->calibration);
+    kv_model.host_memory = model->options.host_memory;
     return model_fold_kv(kv_store_new(model->gpu, &kv_model, &complete, ret, reterr));
 }

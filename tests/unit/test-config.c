@@ -171,6 +171,8 @@ static void config_refuses_what_yaml_allows_but_nobody_means(void **state)
     assert_refused(fixture, "models: {a: {file: x.gguf, preload: yes}}\n", 1, 0, "write true or false");
     assert_refused(fixture, "models: {a: {file: x.gguf, preload: off}}\n", 1, 0, "write true or false");
     assert_refused(fixture, "scheduler: {max-queue: 010}\n", 1, 0, "begins with a zero");
+    assert_refused(fixture, "scheduler: {host-memory: 0}\n", 1, 26, "0 bytes hold no cache: write auto");
+    assert_refused(fixture, "scheduler: {host-memory: lots}\n", 1, 26, "'lots' is not a size");
     assert_refused(fixture, "scheduler: {max-queue: 1e3}\n", 1, 0, "not a whole number");
     assert_refused(fixture, "scheduler: {max-queue: -1}\n", 1, 0, "not a whole number");
     assert_refused(fixture, "defaults: {seed: 18446744073709551616}\n", 1, 0, "out of range");
@@ -393,7 +395,7 @@ static void config_values_have_units(void **state)
 
     write_text(fixture, "leat.yaml",
                "devices: [{match: {type: gpu, vendor: intel}, use: always, max-memory: 2GiB, reserve: 512MiB}]\n"
-               "defaults: {keep-alive: 90s}\nscheduler: {idle-exit: 5min}\n");
+               "defaults: {keep-alive: 90s}\nscheduler: {idle-exit: 5min, host-memory: 3GiB}\n");
     assert_int_equal(load(fixture), 0);
     assert_int_equal(fixture->config->n_devices, 1);
     assert_true(fixture->config->devices[0].max_memory_bytes == 2ull << 30);
@@ -401,6 +403,7 @@ static void config_values_have_units(void **state)
     assert_int_equal(fixture->config->devices[0].type, GPU_DEVICE_TYPE_GPU);
     assert_true(fixture->config->default_keep_alive_usec == 90000000);
     assert_true(fixture->config->idle_exit_usec == 300000000);
+    assert_true(fixture->config->host_memory_bytes == 3ull << 30);
     assert_refused(fixture, "defaults: {keep-alive: 5 parsecs}\n", 1, 0, "time span");
     assert_refused(fixture, "devices: [{max-memory: 2 lots}]\n", 1, 0, "not a size");
 }

@@ -135,6 +135,33 @@ static void budget_reclaims_before_it_refuses(void **state)
     kv_arenas_deinit(&fixture.arenas);
 }
 
+static void budgets_that_share_one_are_kept_together(void **state)
+{
+    KvBudget shared = {.limit_bytes = 1000};
+    KvBudget each[3] = {{.limit_bytes = 600, .shared = &shared}, {.limit_bytes = 300, .shared = &shared}, {.shared = &shared}};
+    uint32_t seed = SEED, n_own = 0, n_shared = 0;
+
+    (void)state;
+    for (uint32_t i = 0; i < 20000; i++) {
+        KvBudget *budget = &each[(seed = seed * 1664525 + 1013904223) >> 8 & 1 ? i % 3 : 2];
+        uint64_t bytes = (seed >> 12) % 200, used = each[0].used_bytes + each[1].used_bytes + each[2].used_bytes;
+        bool own = budget->limit_bytes == 0 || budget->used_bytes + bytes <= budget->limit_bytes, all = used + bytes <= 1000;
+
+        shared.was_short = false;
+        if (seed >> 30 == 0) {
+            kv_budget_return(budget, MIN(bytes, budget->used_bytes));
+        } else {
+            assert_true(kv_budget_left(budget) >= bytes || !own || !all);
+            assert_true(kv_budget_take(budget, bytes) == (own && all));
+            assert_true(shared.was_short == !all);
+            n_own += !own;
+            n_shared += !all;
+        }
+        assert_int_equal(shared.used_bytes, each[0].used_bytes + each[1].used_bytes + each[2].used_bytes);
+    }
+    assert_true(n_own > 100 && n_shared > 100);
+}
+
 static void arena_reserves_all_of_a_static_cache_or_nothing(void **state)
 {
     Fixture fixture;
@@ -299,6 +326,7 @@ int main(void)
         cmocka_unit_test(arena_places_never_overlap_and_lie_in_planes),
         cmocka_unit_test(arena_refuses_a_block_over_the_host_budget),
         cmocka_unit_test(budget_reclaims_before_it_refuses),
+        cmocka_unit_test(budgets_that_share_one_are_kept_together),
         cmocka_unit_test(arena_reserves_all_of_a_static_cache_or_nothing),
         cmocka_unit_test(arena_gives_empty_memory_back_but_keeps_what_is_promised),
         cmocka_unit_test(arena_counts_stay_exact_under_random_use),
