@@ -101,6 +101,12 @@ static void *engine_main(void *userdata)
 
 /* ---- lifetime --------------------------------------------------------------------------------------------------------------- */
 
+/* Half of what is available; on a machine that is full, as much as makes a start. */
+static uint64_t automatic_host_memory(void)
+{
+    return MAX(host_memory_available("") / 2, UINT64_C(64) << 20);
+}
+
 static int engine_copy_options(Engine *engine, const EngineOptions *options)
 {
     EngineModel *models = NULL;
@@ -116,7 +122,7 @@ static int engine_copy_options(Engine *engine, const EngineOptions *options)
     }
     engine->max_queue = options->max_queue ? MIN(options->max_queue, (uint32_t)ENGINE_MAX_QUEUE) : ENGINE_MAX_QUEUE;
     engine->watchdog_usec = options->watchdog_usec;
-    engine->host_memory.limit_bytes = options->host_memory_bytes ? options->host_memory_bytes : host_memory_available("") / 2;
+    engine->host_memory.limit_bytes = options->host_memory_bytes ? options->host_memory_bytes : automatic_host_memory();
     r = model_configs_copy(options->models, options->n_models, &models);
     if (r < 0)
         return error_trace(r);

@@ -81,6 +81,6 @@ uint64_t host_memory_available(const char *root)
 
     (void)snprintf(path, sizeof(path), "%s/proc/meminfo", root);
     if (!read_number(path, "MemAvailable:", &kibibytes))
-        return 0;
+        return UINT64_MAX;
     return MIN(kibibytes * 1024, left_by_groups(root));
 }
