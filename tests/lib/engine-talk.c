@@ -127,6 +127,34 @@ EngineRequest raw_request(const char *model, const char *text, uint32_t max_toke
     };
 }
 
+EngineRequest ids_request(const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens)
+{
+    EngineRequest request = raw_request(session ? NULL : model, NULL, max_tokens);
+
+    request.session = session;
+    request.ids = ids;
+    request.n_ids = n;
+    request.want_ids = true;
+    request.sampling.ignore_eos = true;
+    return request;
+}
+
+Seen *talk_ids(Talk *talk, const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens)
+{
+    EngineRequest request = ids_request(model, session, ids, n, max_tokens);
+    Seen *seen = talk_wait(talk, talk_generate(talk, &request));
+
+    if (seen->result != ENGINE_RESULT_DONE)
+        fail_msg("result %d: %s", (int)seen->result, seen->detail.text);
+    return seen;
+}
+
+void assert_same_ids(const Seen *a, const Seen *b)
+{
+    assert_int_equal(a->n_ids, b->n_ids);
+    assert_memory_equal(a->ids, b->ids, a->n_ids * sizeof(int32_t));
+}
+
 uint64_t talk_generate(Talk *talk, const EngineRequest *request)
 {
     uint64_t job = 0;

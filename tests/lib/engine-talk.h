@@ -57,3 +57,8 @@ EngineEvent *talk_ask(Talk *talk, EngineQuery query);
 uint64_t talk_open(Talk *talk, const char *model, uint64_t owner);
 /* Greedy, of owner 1, no template. */
 EngineRequest raw_request(const char *model, const char *text, uint32_t max_tokens);
+/* The same for ids, in a session or (0) with a model; goes on beyond the end of a turn, and tells its ids. */
+EngineRequest ids_request(const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens);
+/* Asks that and waits; anything but DONE fails the test. */
+Seen *talk_ids(Talk *talk, const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens);
+void assert_same_ids(const Seen *a, const Seen *b);

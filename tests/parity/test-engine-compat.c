@@ -49,28 +49,6 @@ static Talk *start(const EngineModel *models, size_t n, uint64_t budget)
     return talk_new(&options);
 }
 
-static Seen *say(Talk *talk, const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens)
-{
-    EngineRequest request = raw_request(session ? NULL : model, NULL, max_tokens);
-    Seen *seen;
-
-    request.session = session;
-    request.ids = ids;
-    request.n_ids = n;
-    request.want_ids = true;
-    request.sampling.ignore_eos = true;
-    seen = talk_wait(talk, talk_generate(talk, &request));
-    if (seen->result != ENGINE_RESULT_DONE)
-        fail_msg("result %d: %s", (int)seen->result, seen->detail.text);
-    return seen;
-}
-
-static void assert_same_ids(const Seen *a, const Seen *b)
-{
-    assert_int_equal(a->n_ids, b->n_ids);
-    assert_memory_equal(a->ids, b->ids, a->n_ids * sizeof(int32_t));
-}
-
 #define N_PROMPT 90
 #define N_SAID   30
 #define N_SECOND 17
@@ -78,7 +56,7 @@ static void assert_same_ids(const Seen *a, const Seen *b)
 /* The second turn of a conversation whose first one was said; what was reused is all but the last id that was said. */
 static Seen *second_turn(Talk *talk, uint64_t session, const int32_t *ids)
 {
-    Seen *seen = say(talk, NULL, session, ids, N_PROMPT + N_SAID + N_SECOND, N_SAID);
+    Seen *seen = talk_ids(talk, NULL, session, ids, N_PROMPT + N_SAID + N_SECOND, N_SAID);
 
     assert_int_equal(seen->usage.reused_tokens, N_PROMPT + N_SAID - 1);
     return seen;
@@ -115,10 +93,10 @@ static void a_session_goes_on_from_a_file_a_clone_and_a_spill(void **state)
         talk = start(models, 2, 0);
         rig_random_ids(40 + (uint32_t)p, 256, ids, N_ELEMENTS(ids));
         alone = talk_open(talk, "stay", 1);
-        first = say(talk, NULL, alone, ids, N_PROMPT, N_SAID);
+        first = talk_ids(talk, NULL, alone, ids, N_PROMPT, N_SAID);
         memcpy(ids + N_PROMPT, first->ids, N_SAID * sizeof(int32_t));
         saved = talk_open(talk, "stay", 1);
-        assert_same_ids(say(talk, NULL, saved, ids, N_PROMPT, N_SAID), first);
+        assert_same_ids(talk_ids(talk, NULL, saved, ids, N_PROMPT, N_SAID), first);
         reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_SAVE_SESSION, .owner = 1, .session = saved, .fd = dup(fd)});
         assert_int_equal(reply->result, ENGINE_RESULT_DONE);
         reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_CLONE_SESSION, .owner = 1, .session = saved});
@@ -131,7 +109,7 @@ static void a_session_goes_on_from_a_file_a_clone_and_a_spill(void **state)
             fail_msg("%s", reply->detail.text);
         assert_same_ids(second_turn(talk, restored, ids), expected);
         spilled = talk_open(talk, "spill", 1);
-        say(talk, NULL, spilled, ids, N_PROMPT, N_SAID);
+        talk_ids(talk, NULL, spilled, ids, N_PROMPT, N_SAID);
         talk_until(talk, !is_warm(talk, spilled) || (talk_sleep(20000), false));
         assert_same_ids(second_turn(talk, spilled, ids), expected);
         (void)close(fd);
@@ -152,14 +130,14 @@ static void requests_do_not_go_on_from_each_other(void **state)
     model.n_prefixes = 4;
     talk = start(&model, 1, 0);
     rig_random_ids(50, 256, ids, N_ELEMENTS(ids));
-    longer = say(talk, "m", 0, ids, 200, 20);
-    first = say(talk, "m", 0, ids, 120, 20);
+    longer = talk_ids(talk, "m", 0, ids, 200, 20);
+    first = talk_ids(talk, "m", 0, ids, 120, 20);
     for (int again = 0; again < 2; again++) {
-        Seen *seen = say(talk, "m", 0, ids, 120, 20);
+        Seen *seen = talk_ids(talk, "m", 0, ids, 120, 20);
 
         assert_int_equal(seen->usage.reused_tokens, 0);
         assert_same_ids(seen, first);
-        seen = say(talk, "m", 0, ids, 200, 20);
+        seen = talk_ids(talk, "m", 0, ids, 200, 20);
         assert_int_equal(seen->usage.reused_tokens, 0);
         assert_same_ids(seen, longer);
     }
@@ -244,10 +222,10 @@ static void the_ladder_knows_that_there_is_no_ring_and_no_home_to_give_up(void *
     assert_true(json_integer_value(json_object_get(json, "host-bytes-per-token")) > 0);
     json_decref(json);
     rig_random_ids(60, 256, ids, N_ELEMENTS(ids));
-    expected = say(roomy, "m", 0, ids, N_ELEMENTS(ids), 40);
+    expected = talk_ids(roomy, "m", 0, ids, N_ELEMENTS(ids), 40);
     for (uint64_t share = 2; share <= 4; share += 2) {
         Talk *small = start(&model, 1, needed / share);
-        Seen *seen = say(small, "m", 0, ids, N_ELEMENTS(ids), 40);
+        Seen *seen = talk_ids(small, "m", 0, ids, N_ELEMENTS(ids), 40);
 
         assert_same_ids(seen, expected);
         assert_string_equal(seen->usage.home, "host");

@@ -30,34 +30,6 @@ static Talk *start(const EngineModel *models, size_t n, uint64_t host_memory_byt
     return talk_new(&options);
 }
 
-static EngineRequest request_of(const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens)
-{
-    EngineRequest request = raw_request(session ? NULL : model, NULL, max_tokens);
-
-    request.session = session;
-    request.ids = ids;
-    request.n_ids = n;
-    request.want_ids = true;
-    request.sampling.ignore_eos = true;
-    return request;
-}
-
-static Seen *say(Talk *talk, const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens)
-{
-    EngineRequest request = request_of(model, session, ids, n, max_tokens);
-    Seen *seen = talk_wait(talk, talk_generate(talk, &request));
-
-    if (seen->result != ENGINE_RESULT_DONE)
-        fail_msg("result %d: %s", (int)seen->result, seen->detail.text);
-    return seen;
-}
-
-static void assert_same_ids(const Seen *a, const Seen *b)
-{
-    assert_int_equal(a->n_ids, b->n_ids);
-    assert_memory_equal(a->ids, b->ids, a->n_ids * sizeof(int32_t));
-}
-
 static EngineDeviceStatus status_of(Talk *talk)
 {
     EngineDeviceStatus status;
@@ -84,7 +56,7 @@ static void many_sessions_in_the_memory_of_a_few_say_what_each_says_alone(void *
     for (uint32_t i = 0; i < N_SESSIONS; i++)
         rig_random_ids(60 + i, N_VOCAB, ids[i], N_IDS);
     sessions[0] = talk_open(free_talk, "whole", 1);
-    (void)say(free_talk, NULL, sessions[0], ids[0], N_IDS, 10);
+    (void)talk_ids(free_talk, NULL, sessions[0], ids[0], N_IDS, 10);
     talk_until(free_talk, status_of(free_talk).host_used_bytes > 0);
     limit = status_of(free_talk).host_used_bytes * 5 / 2;
     talk = start(models, 2, limit);
@@ -94,9 +66,9 @@ static void many_sessions_in_the_memory_of_a_few_say_what_each_says_alone(void *
         for (uint32_t k = 0; k < N_SESSIONS; k++) {
             uint32_t i = (k * 7 + turn * 3) % N_SESSIONS; /* in another order each time */
             size_t n = 500 + 100 * turn;
-            Seen *seen = say(talk, NULL, sessions[i], ids[i], n, 10);
+            Seen *seen = talk_ids(talk, NULL, sessions[i], ids[i], n, 10);
 
-            assert_same_ids(seen, say(free_talk, models[i % 2].name, 0, ids[i], n, 10));
+            assert_same_ids(seen, talk_ids(free_talk, models[i % 2].name, 0, ids[i], n, 10));
             most = MAX(most, status_of(talk).host_used_bytes);
             assert_true(status_of(talk).host_used_bytes <= limit);
             n_reused += seen->usage.reused_tokens > 0;
@@ -118,7 +90,7 @@ static void a_session_larger_than_all_memory_is_refused_and_the_next_is_served(v
     rig_random_ids(71, N_VOCAB, ids, N_ELEMENTS(ids));
     for (size_t s = 0; s < N_ELEMENTS(strategies); s++) {
         EngineModel model = tiny("m", tied, strategies[s]);
-        EngineRequest request = request_of("m", 0, ids, N_ELEMENTS(ids), 10);
+        EngineRequest request = ids_request("m", 0, ids, N_ELEMENTS(ids), 10);
         Talk *talk = start(&model, 1, 50000);
         Seen *seen = talk_wait(talk, talk_generate(talk, &request));
 
@@ -127,7 +99,7 @@ static void a_session_larger_than_all_memory_is_refused_and_the_next_is_served(v
         assert_non_null(strstr(seen->detail.text, "50000 (host-memory)"));
         assert_int_equal(status_of(talk).host_used_bytes, 0);
         if (strategies[s] != KV_STRATEGY_OFFLOADED_STATIC) /* which asks for the whole context whatever the prompt */
-            (void)say(talk, "m", 0, ids, 40, 10);
+            (void)talk_ids(talk, "m", 0, ids, 40, 10);
         talk_free(talk);
     }
 }
@@ -143,7 +115,7 @@ static void twenty_loads_leave_nothing_behind(void **state)
     (void)state;
     rig_random_ids(72, N_VOCAB, ids, N_ELEMENTS(ids));
     for (uint32_t i = 0; i < 20; i++) {
-        (void)say(talk, "m", 0, ids, N_ELEMENTS(ids), 3);
+        (void)talk_ids(talk, "m", 0, ids, N_ELEMENTS(ids), 3);
         if (i == 0)
             loaded = status_of(talk).total_used_bytes;
         assert_int_equal(status_of(talk).total_used_bytes, loaded);
@@ -176,7 +148,7 @@ static void a_cache_of_any_form_ends_with_its_context(void **state)
             if (model.policy.form.kind == KV_FORM_LEAT)
                 model.policy.form.k_bits = model.policy.form.v_bits = c % 2 ? 8 : 4;
             talk = start(&model, 1, 0);
-            seen = say(talk, "m", 0, ids, n, 2000);
+            seen = talk_ids(talk, "m", 0, ids, n, 2000);
             assert_string_equal(seen->usage.stop_reason, "context_full");
             assert_int_equal(seen->n_ids, contexts[c] - n);
             talk_free(talk);
@@ -201,15 +173,15 @@ static void restored_sessions_keep_apart(void **state)
 
         rig_random_ids(80 + i, N_VOCAB, ids[i], 500);
         fds[i] = memfd_create("session", MFD_CLOEXEC);
-        (void)say(talk, NULL, session, ids[i], 400, 5);
+        (void)talk_ids(talk, NULL, session, ids[i], 400, 5);
         assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_SAVE_SESSION, .owner = 1, .session = session, .fd = dup(fds[i])})->result,
                          ENGINE_RESULT_DONE);
-        alone[i] = say(talk, "m", 0, ids[i], 500, 60);
+        alone[i] = talk_ids(talk, "m", 0, ids[i], 500, 60);
     }
     other = start(&model, 1, 0);
     for (uint32_t i = 0; i < 2; i++) {
         uint64_t session = talk_open(other, "m", 1);
-        EngineRequest request = request_of(NULL, session, ids[i], 500, 60);
+        EngineRequest request = ids_request(NULL, session, ids[i], 500, 60);
 
         assert_int_equal(
             talk_ask(other, (EngineQuery){.kind = ENGINE_QUERY_RESTORE_SESSION, .owner = 1, .session = session, .fd = dup(fds[i])})->result,
@@ -241,9 +213,9 @@ static void the_longest_beginning_is_gone_on_from(void **state)
 
         model.n_prefixes = 4;
         talk = start(&model, 1, 0);
-        (void)say(talk, "m", 0, ids, order ? 800 : 200, 1);
-        (void)say(talk, "m", 0, ids, order ? 200 : 800, 1);
-        seen = say(talk, "m", 0, ids, 1000, 10);
+        (void)talk_ids(talk, "m", 0, ids, order ? 800 : 200, 1);
+        (void)talk_ids(talk, "m", 0, ids, order ? 200 : 800, 1);
+        seen = talk_ids(talk, "m", 0, ids, 1000, 10);
         assert_true(seen->usage.reused_tokens >= 800 - 1);
         talk_free(talk);
     }

@@ -41,17 +41,6 @@ static Talk *start(const EngineModel *model, uint64_t bytes)
     return talk_new(&options);
 }
 
-static EngineRequest ids_request(const int32_t *ids, size_t n, uint32_t max_tokens)
-{
-    EngineRequest request = raw_request("m", NULL, max_tokens);
-
-    request.ids = ids;
-    request.n_ids = n;
-    request.want_ids = true;
-    request.sampling.ignore_eos = true;
-    return request;
-}
-
 /* Some generations at once, each of its own prompt. */
 static void generate(Talk *talk, uint32_t n_jobs, uint32_t n_prompt, uint32_t n_tokens, uint64_t ret_jobs[static 3])
 {
@@ -60,7 +49,7 @@ static void generate(Talk *talk, uint32_t n_jobs, uint32_t n_prompt, uint32_t n_
 
     for (uint32_t i = 0; i < n_jobs; i++) {
         rig_random_ids(40 + i, N_VOCAB, ids[i], n_prompt);
-        requests[i] = ids_request(ids[i], n_prompt, n_tokens);
+        requests[i] = ids_request("m", 0, ids[i], n_prompt, n_tokens);
     }
     for (uint32_t i = 0; i < n_jobs; i++)
         ret_jobs[i] = talk_generate(talk, &requests[i]);

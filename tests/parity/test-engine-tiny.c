@@ -35,34 +35,6 @@ static Talk *start(const EngineModel *models, size_t n)
     return talk_new(&options);
 }
 
-static EngineRequest ids_request(const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens)
-{
-    EngineRequest request = raw_request(session ? NULL : model, NULL, max_tokens);
-
-    request.session = session;
-    request.ids = ids;
-    request.n_ids = n;
-    request.want_ids = true;
-    request.sampling.ignore_eos = true;
-    return request;
-}
-
-static Seen *continue_ids(Talk *talk, const char *model, uint64_t session, const int32_t *ids, size_t n, uint32_t max_tokens)
-{
-    EngineRequest request = ids_request(model, session, ids, n, max_tokens);
-    Seen *seen = talk_wait(talk, talk_generate(talk, &request));
-
-    if (seen->result != ENGINE_RESULT_DONE)
-        fail_msg("result %d: %s", (int)seen->result, seen->detail.text);
-    return seen;
-}
-
-static void assert_same_ids(const Seen *a, const Seen *b)
-{
-    assert_int_equal(a->n_ids, b->n_ids);
-    assert_memory_equal(a->ids, b->ids, a->n_ids * sizeof(int32_t));
-}
-
 /* The ids of a prompt's oracle, up to the first step where two logits tie. */
 static void greedy_ids_are_the_oracles_under_every_exact_policy(void **state)
 {
@@ -115,13 +87,13 @@ static void a_kept_beginning_says_what_a_cold_start_says(void **state)
         talk = start(models, 2);
         for (size_t i = 0; i < N_ELEMENTS(ids); i++)
             ids[i] = (int32_t)(i * 7919 % 251);
-        continue_ids(talk, "kept", 0, ids, 900, 20);
+        talk_ids(talk, "kept", 0, ids, 900, 20);
         for (int32_t question = 1; question <= 3; question++) {
             Seen *cold, *kept;
 
             ids[777] = 251 + question;
-            cold = continue_ids(talk, "cold", 0, ids, 950, 20);
-            kept = continue_ids(talk, "kept", 0, ids, 950, 20);
+            cold = talk_ids(talk, "cold", 0, ids, 950, 20);
+            kept = talk_ids(talk, "kept", 0, ids, 950, 20);
             /* A packed past has no place to come back to there until the first that left there has made one. */
             assert_int_equal(kept->usage.reused_tokens, question == 1 && models[0].policy.form.kind == KV_FORM_LEAT ? 0 : 777);
             assert_int_equal(cold->usage.reused_tokens, 0);
@@ -146,8 +118,8 @@ static void warm_says_what_cold_says(void **state)
 
         rig_random_ids(7, N_VOCAB, ids, N_ELEMENTS(ids));
         for (int turn = 0; turn < 5; turn++) {
-            Seen *warm = continue_ids(talk, NULL, session, ids, n, 40),
-                 *cold = continue_ids(talk, models[m].name, 0, ids, n, 40);
+            Seen *warm = talk_ids(talk, NULL, session, ids, n, 40),
+                 *cold = talk_ids(talk, models[m].name, 0, ids, n, 40);
 
             assert_same_ids(warm, cold);
             assert_int_equal(cold->usage.reused_tokens, 0);
@@ -184,7 +156,7 @@ static void together_they_say_what_each_says_alone(void **state)
     for (uint32_t i = 0; i < 4; i++)
         talk_wait(talk, jobs[i]);
     for (uint32_t i = 0; i < 4; i++) {
-        Seen *alone = continue_ids(talk, "m", 0, ids[i], 50 + 100 * i, 60);
+        Seen *alone = talk_ids(talk, "m", 0, ids[i], 50 + 100 * i, 60);
 
         assert_same_ids(alone, &talk->seen[jobs[3 - i]]);
     }
@@ -207,7 +179,7 @@ static void a_cancelled_cropped_and_cloned_session_says_what_a_new_one_says(void
     talk_until(talk, talk->seen[job].n_ids > 20);
     engine_cancel(talk->engine, job);
     assert_int_equal(talk_wait(talk, job)->result, ENGINE_RESULT_CANCELLED);
-    assert_same_ids(continue_ids(talk, NULL, session, ids, 510, 30), continue_ids(talk, "m", 0, ids, 510, 30));
+    assert_same_ids(talk_ids(talk, NULL, session, ids, 510, 30), talk_ids(talk, "m", 0, ids, 510, 30));
 
     reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_CROP_SESSION, .owner = 1, .session = session, .n = -200});
     assert_int_equal(reply->result, ENGINE_RESULT_DONE);
@@ -215,9 +187,9 @@ static void a_cancelled_cropped_and_cloned_session_says_what_a_new_one_says(void
     assert_int_equal(reply->result, ENGINE_RESULT_DONE);
     clone = reply->session;
     ids[330] ^= 3;
-    assert_same_ids(continue_ids(talk, NULL, clone, ids, 400, 30), continue_ids(talk, "m", 0, ids, 400, 30));
+    assert_same_ids(talk_ids(talk, NULL, clone, ids, 400, 30), talk_ids(talk, "m", 0, ids, 400, 30));
     ids[330] ^= 3;
-    assert_same_ids(continue_ids(talk, NULL, session, ids, 400, 30), continue_ids(talk, "m", 0, ids, 400, 30));
+    assert_same_ids(talk_ids(talk, NULL, session, ids, 400, 30), talk_ids(talk, "m", 0, ids, 400, 30));
     talk_free(talk);
 }
 
@@ -233,12 +205,12 @@ static void a_session_outlives_its_model(void **state)
 
     (void)state;
     rig_random_ids(9, N_VOCAB, ids, 100);
-    first = continue_ids(talk, NULL, session, ids, 100, 30);
+    first = talk_ids(talk, NULL, session, ids, 100, 30);
     assert_int_equal(talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_UNLOAD, .model = "m"})->result, ENGINE_RESULT_DONE);
     talk_until(talk, engine_model_status_by_name(talk->engine, "m", &status) && strcmp(status.state, "unloaded") == 0);
     engine_device_status(talk->engine, &device);
     assert_int_equal(device.total_used_bytes, 0); /* everything went with it */
-    assert_same_ids(continue_ids(talk, NULL, session, ids, 100, 30), first);
+    assert_same_ids(talk_ids(talk, NULL, session, ids, 100, 30), first);
     talk_free(talk);
 }
 
@@ -285,7 +257,7 @@ static void evaluated_logits_lead_to_the_generated_ids(void **state)
     (void)state;
     assert_non_null(rows);
     rig_random_ids(11, N_VOCAB, ids, 200);
-    seen = continue_ids(talk, "m", 0, ids, 200, 30);
+    seen = talk_ids(talk, "m", 0, ids, 200, 30);
     memcpy(ids + 200, seen->ids, 30 * sizeof(int32_t));
     assert_int_equal(engine_evaluate(talk->engine, 1, "m", NULL, ids, 230, fd, &job), 0);
     assert_int_equal(talk_wait(talk, job)->result, ENGINE_RESULT_DONE);
