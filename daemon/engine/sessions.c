@@ -82,14 +82,29 @@ void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot
             job_drop_caches(job);
 }
 
+/* Whose caches may give way: those of one store, or of all that keep pages in host memory, or of all. */
+typedef struct Claim {
+    const StoreSlot *store;
+    bool host;
+} Claim;
+
+static bool claims(const Claim *claim, const StoreSlot *store)
+{
+    const KvPolicy *policy = kv_store_policy(store->store);
+
+    if (claim->host)
+        return policy->home == KV_HOME_HOST || policy->is_compatible;
+    return !claim->store || claim->store == store;
+}
+
 /* The prefix that was used longest ago, when that was before @before_usec. */
-static bool drop_oldest_prefix(Engine *engine, const StoreSlot *store, uint64_t before_usec)
+static bool drop_oldest_prefix(Engine *engine, const Claim *claim, uint64_t before_usec)
 {
     Prefixes *oldest = NULL;
 
     for (ModelSlot *slot = engine->slots; slot; slot = slot->next)
         for (StoreSlot *s = slot->stores; s; s = s->next)
-            if ((!store || s == store) && prefixes_oldest_usec(&s->prefixes) < before_usec) {
+            if (claims(claim, s) && prefixes_oldest_usec(&s->prefixes) < before_usec) {
                 oldest = &s->prefixes;
                 before_usec = prefixes_oldest_usec(oldest);
             }
@@ -98,24 +113,22 @@ static bool drop_oldest_prefix(Engine *engine, const StoreSlot *store, uint64_t 
 
 bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant)
 {
+    const Claim claim = {store, engine->host_memory.was_short};
     Session *idle = NULL;
     Job *lower = NULL;
 
-    if (engine->host_memory.was_short) { /* the memory of all: whoever was idle longest */
-        engine->host_memory.was_short = false;
-        store = NULL;
-    }
+    engine->host_memory.was_short = false;
     for (Session *s = engine->sessions; s; s = s->next)
-        if (s->cache && !s->job && (!store || s->store == store) && (!idle || s->last_used_usec < idle->last_used_usec))
+        if (s->cache && !s->job && claims(&claim, s->store) && (!idle || s->last_used_usec < idle->last_used_usec))
             idle = s;
-    if (drop_oldest_prefix(engine, store, idle ? idle->last_used_usec : UINT64_MAX))
+    if (drop_oldest_prefix(engine, &claim, idle ? idle->last_used_usec : UINT64_MAX))
         return true;
     if (idle) {
         session_drop_cache(idle);
         return true;
     }
     for (Job *job = engine->jobs; job && claimant; job = job->next)
-        if (job->active && !job->in_pass && job != claimant && job_store(job) && (!store || job_store(job) == store) &&
+        if (job->active && !job->in_pass && job != claimant && job_store(job) && claims(&claim, job_store(job)) &&
             !kv_store_policy(job_store(job)->store)->is_compatible && job->priority > claimant->priority && (!lower || job->priority >= lower->priority))
             lower = job;
     if (!lower)
