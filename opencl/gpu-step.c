@@ -97,12 +97,12 @@ int gpu_wait_until(Gpu *gpu, cl_event event, uint64_t deadline_usec)
     if (r || done)
         return r;
     atomic_fetch_add(&gpu->signal->n_refs, 1);
-    gpu->n_expected++;
     r = CL_TRY(gpu, clSetEventCallback(event, CL_COMPLETE, event_done, gpu->signal));
     if (r) {
         (void)gpu_signal_unref(gpu->signal);
         return r;
     }
+    gpu->n_expected++; /* only now: a call that fails has already let the device settle, with waits of its own */
     /* Not every implementation ends a command that waits for one that fails: the failure is looked for. */
     for (uint64_t now_usec = gpu_now_usec(); now_usec < deadline_usec; now_usec = gpu_now_usec()) {
         if (signal_wait(gpu->signal, gpu->n_expected, MIN(deadline_usec, now_usec + LOOK_USEC)))
