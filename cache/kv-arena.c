@@ -365,8 +365,10 @@ static int find_home(KvArenas *arenas, const KvBlock *after, uint32_t n_pages, K
     }
     r = arenas_add(arenas, MIN(MAX(arenas->n_pages, arenas->options.first_pages), arenas->options.max_pages), reterr);
     arena = find_arena(arenas, n_pages);
+    if (!arena && r)
+        return error_trace(r);
     if (!arena)
-        return error_trace(r ? r : KV_E_DEVICE_MEMORY);
+        return error_detail_set(reterr, KV_E_DEVICE_MEMORY, "cache: a block needs %u pages in one piece, and the device grants fewer", n_pages);
     if (frame_is_free(arena, 0))
         *ret_frame = 0;
     *ret = arena;
