@@ -65,21 +65,6 @@ void device_close(Engine *engine)
     engine->gpu = gpu_free(engine->gpu);
 }
 
-void device_free_host(Engine *engine, void *memory)
-{
-    void **grown;
-
-    if (!memory || !engine->gpu || !gpu_is_hung(engine->gpu)) {
-        free(memory);
-        return;
-    }
-    grown = realloc(engine->abandoned, (engine->n_abandoned + 1) * sizeof(*grown));
-    if (!grown)
-        return; /* a leak is better than a write into what others use */
-    engine->abandoned = grown;
-    engine->abandoned[engine->n_abandoned++] = memory;
-}
-
 void device_abandon(Engine *engine, const ErrorDetail *detail)
 {
     ErrorDetail complete = *detail;

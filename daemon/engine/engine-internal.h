@@ -56,8 +56,6 @@ struct Engine {
     Gpu *gpu;
     ErrorDetail device_error;
     uint64_t device_retry_usec, device_backoff_usec;
-    void **abandoned; /* host memory that a hung device may still write to */
-    size_t n_abandoned;
     ModelSlot *slots;
     uint64_t last_slot;
     uint64_t ladder_serial; /* of steps down that took caches away */
@@ -80,8 +78,6 @@ EngineResult device_ensure(Engine *engine, ErrorDetail *reterr);
 /* After a hung or lost device: running jobs fail, everything on it is dropped, the next job opens it again. */
 void device_abandon(Engine *engine, const ErrorDetail *detail);
 void device_close(Engine *engine);
-/* Frees host memory that commands of the device wrote to; when it hangs, only with the engine, as it may write there one day. */
-void device_free_host(Engine *engine, void *memory);
 
 /* ---- jobs.c */
 Job *jobs_find(Engine *engine, uint64_t id);

@@ -182,9 +182,6 @@ Engine *engine_free(Engine *engine)
         models_free_all(engine);
     mailbox_free(engine->mailbox);
     gpu_options_clear(&engine->gpu_options);
-    for (size_t i = 0; i < engine->n_abandoned; i++)
-        free(engine->abandoned[i]);
-    free(engine->abandoned);
     free(engine->state_dir);
     free(engine->model_status);
     (void)pthread_mutex_destroy(&engine->status_lock);

@@ -416,7 +416,7 @@ void slot_unload(Engine *engine, ModelSlot *slot)
     slot->stores = NULL;
     slot->model = model_free(slot->model);
     slot->chat_template = chat_template_free(slot->chat_template);
-    device_free_host(engine, TAKE_PTR(slot->logits));
+    gpu_free_host(engine->gpu, TAKE_PTR(slot->logits));
     slot->unload_wanted = false;
     engine->admission_due = true;
     if (!was_loaded)

@@ -50,6 +50,12 @@ bool gpu_is_hung(const Gpu *gpu)
     return gpu->hung;
 }
 
+void gpu_free_host(const Gpu *gpu, void *memory)
+{
+    (void)gpu; /* nothing writes there */
+    free(memory);
+}
+
 const char *gpu_purpose_to_string(GpuPurpose purpose)
 {
     static const char *const names[] = {"weights", "activations", "staging", "tail", "pages", "other"};
