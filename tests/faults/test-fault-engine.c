@@ -249,7 +249,7 @@ static void quiet(void *userdata, LogLevel level, const char *line)
     (void)line;
 }
 
-static void start(void)
+static void start(uint64_t watchdog_usec)
 {
     EngineModel model = {.name = "m",
                          .path = path,
@@ -262,13 +262,15 @@ static void start(void)
                              .n_models = 1,
                              .state_dir = state_dir, /* measured once */
                              .max_queue = 8,
-                             .watchdog_usec = 60000000};
+                             .watchdog_usec = watchdog_usec};
 
     talk = talk_new(&options);
 }
 
+enum { WATCHDOG_USEC = 60000000, SHORT_WATCHDOG_USEC = 4000000 };
+
 /* An engine that has served each kind of request twice, and what is there before it. */
-static void open_engine(FaultLive *ret_none)
+static void open_engine(uint64_t watchdog_usec, FaultLive *ret_none)
 {
     script_init();
     log_set_sink(quiet, NULL);
@@ -279,7 +281,7 @@ static void open_engine(FaultLive *ret_none)
     CHECK(file >= 0);
     script_say("without faults");
     for (int i = 0; i < 2; i++) {
-        start();
+        start(watchdog_usec);
         for (Kind kind = 0; kind < N_KINDS; kind++) {
             ask(kind, &expected[kind]);
             if (expected[kind].result != ENGINE_RESULT_DONE)
@@ -288,17 +290,19 @@ static void open_engine(FaultLive *ret_none)
         talk = talk_free(talk);
         fault_live(ret_none);
     }
-    start();
+    start(watchdog_usec);
     for (Kind kind = 0; kind < N_KINDS; kind++)
         ask_well(kind);
 }
 
+/* @none: NULL when something has hung: what it holds is left to it. */
 static void close_engine(const FaultLive *none)
 {
     char command[64];
 
     talk = talk_free(talk);
-    fault_rig_check_none_left(none, 0);
+    if (none)
+        fault_rig_check_none_left(none, 0);
     (void)snprintf(command, sizeof(command), "rm -r %s", state_dir);
     CHECK(system(command) == 0);
 }
@@ -340,15 +344,22 @@ static void each(const Point *point, Kind kind, bool cold, uint32_t wanted)
     say_tally(point->name, kind, cold, n, &tally);
 }
 
-static void every_event(Kind kind, uint32_t wanted)
+static clsim_set_faults_fn find_layer(void)
 {
     clsim_set_faults_fn layer = NULL;
     cl_platform_id platform;
-    Tally tally = {0};
 
     CHECK(clGetPlatformIDs(1, &platform, NULL) == CL_SUCCESS);
     *(void **)&layer = clGetExtensionFunctionAddressForPlatform(platform, "clsimSetFaults");
     CHECK(layer);
+    return layer;
+}
+
+static void every_event(Kind kind, uint32_t wanted)
+{
+    clsim_set_faults_fn layer = find_layer();
+    Tally tally = {0};
+
     for (uint32_t i = 0; i < (getenv("LEAT_SOAK") ? 50 * wanted : wanted); i++) {
         char fault[96];
 
@@ -366,27 +377,92 @@ static void calls(void)
 {
     FaultLive none;
 
-    open_engine(&none);
+    open_engine(WATCHDOG_USEC, &none);
     each(&call_of_opencl, PLAIN, true, 6);
     each(&call_of_opencl, BEAMS, false, 4);
     each(&call_of_opencl, SESSION, false, 6);
+    close_engine(&none);
+}
+
+/* PoCL may not end a kernel that waits for one that fails: then the device hangs, and what it holds is left to it. */
+static void events(void)
+{
+    FaultLive none;
+
+    open_engine(WATCHDOG_USEC, &none);
     for (Kind kind = 0; kind < N_KINDS; kind++)
         every_event(kind, 2);
-    close_engine(&none);
+    close_engine(NULL);
 }
 
 static void allocations(void)
 {
     FaultLive none;
 
-    open_engine(&none);
+    open_engine(WATCHDOG_USEC, &none);
     each(&allocation, PLAIN, true, 10);
     for (Kind kind = 0; kind < N_KINDS; kind++)
         each(&allocation, kind, false, 12);
     close_engine(&none);
 }
 
-static const SimScenario scenarios[] = {{"calls", calls}, {"allocations", allocations}};
+/* Two turns of a session, the second as many times as it takes: what it answers.  @fault hits in the second, which must then end with
+ * "hung" and succeed once more: the session is at home on the host. */
+static void two_turns(clsim_set_faults_fn layer, const char *fault, Answer *ret)
+{
+    EngineRequest request = request_of(SESSION);
+    Answer failed = {.n_ids = 0};
+    uint64_t session = 0;
+
+    *ret = (Answer){.n_ids = 0};
+    MUST(query(ENGINE_QUERY_OPEN_SESSION, 0, 0, -1, &session, ret));
+    request.session = session;
+    MUST(generate(&request, ret) && ret->n_ids == N_TOKENS);
+    memcpy(prompt + N_PROMPT, ret->ids, sizeof(int32_t) * N_TOKENS);
+    request.n_ids = N_PROMPT + N_TOKENS;
+    if (fault) {
+        script_say("second turn of a session, %s", fault);
+        CHECK(layer(fault) == CL_SUCCESS);
+        MUST(!generate(&request, &failed));
+        if (failed.result != ENGINE_RESULT_DEVICE_HUNG || !strstr(failed.said, "deadline"))
+            script_fail(__FILE__, __LINE__, "ends with %d: %s", (int)failed.result, failed.said);
+        CHECK(layer(NULL) == CL_SUCCESS);
+    }
+    MUST(generate(&request, ret));
+    MUST(query(ENGINE_QUERY_CLOSE_SESSION, session, 0, -1, NULL, &failed));
+}
+
+/* Commands that are accepted and never end. */
+static void stalls(void)
+{
+    static const struct {
+        Kind kind;
+        const char *function;
+    } cases[] = {{PLAIN, "clEnqueueWriteBuffer"}, {BEAMS, "clEnqueueReadBuffer"}, {SESSION, "clEnqueueNDRangeKernel"}, {BEAMS, "clEnqueueCopyBuffer"}};
+    Answer turns, again;
+    clsim_set_faults_fn layer;
+    Tally tally = {0};
+    FaultLive none;
+
+    open_engine(SHORT_WATCHDOG_USEC, &none);
+    layer = find_layer();
+    for (size_t f = 0; f < N_ELEMENTS(cases); f++) {
+        char fault[96];
+
+        (void)snprintf(fault, sizeof(fault), "%s:%u:stall", cases[f].function, 1 + (fault_rig_seed() + (uint32_t)f) % 3);
+        script_say("%s, %s", kind_names[cases[f].kind], fault);
+        fault_count(false);
+        CHECK(layer(fault) == CL_SUCCESS);
+        (void)run_case(cases[f].kind, layer, &tally);
+        MUST(tally.n_failed == f + 1);
+    }
+    two_turns(layer, NULL, &turns);
+    two_turns(layer, "clEnqueueWriteBuffer:3:stall", &again);
+    MUST(again.n_ids == turns.n_ids && memcmp(again.ids, turns.ids, again.n_ids * sizeof(int32_t)) == 0);
+    close_engine(NULL);
+}
+
+static const SimScenario scenarios[] = {{"calls", calls}, {"events", events}, {"allocations", allocations}, {"stalls", stalls}};
 
 /* ---- tests --------------------------------------------------------------------------------------------------------- */
 
@@ -394,6 +470,7 @@ static void whatever_fails_on_the_device_the_engine_serves_the_next_request(void
 {
     (void)state;
     sim_rig_run_well("calls", FAULT_RIG_DEVICE);
+    sim_rig_run_well("events", FAULT_RIG_LATER);
 }
 
 static void whatever_memory_is_refused_the_engine_serves_the_next_request(void **state)
@@ -402,11 +479,18 @@ static void whatever_memory_is_refused_the_engine_serves_the_next_request(void *
     sim_rig_run_well("allocations", FAULT_RIG_DEVICE);
 }
 
+static void whatever_does_not_end_the_engine_says_so_and_serves_the_next_request(void **state)
+{
+    (void)state;
+    sim_rig_run_well("stalls", FAULT_RIG_STALLS);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(whatever_fails_on_the_device_the_engine_serves_the_next_request),
         cmocka_unit_test(whatever_memory_is_refused_the_engine_serves_the_next_request),
+        cmocka_unit_test(whatever_does_not_end_the_engine_says_so_and_serves_the_next_request),
     };
 
     if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))

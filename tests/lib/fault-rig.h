@@ -17,6 +17,14 @@
     "CLSIM_DEVICE_TYPE=gpu CLSIM_UNIFIED=0 CLSIM_MEMORY=64M CLSIM_MAX_ALLOCATION=8M CLSIM_READ_RATE=8G "     \
     "CLSIM_LINK_RATE=4G CLSIM_POISON=1 CLSIM_PART=1 CLSIM_CHECK=all CLSIM_MISUSE=71" FAULT_RIG_PRELOAD
 
+/* What stands behind a command that failed is not known to be after it: races are not looked for.  PoCL never ends a kernel
+ * that waits for a command which fails later: the device is then given up with what it holds, as one that hangs. */
+#define FAULT_RIG_LATER \
+    FAULT_RIG_DEVICE " CLSIM_CHECK=host,callback,release,map ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0"
+/* What a device holds that hangs, or does not even tell what has ended, is left to it, and the host's memory with it; the
+ * test goes on with its own. */
+#define FAULT_RIG_STALLS FAULT_RIG_DEVICE " CLSIM_CHECK=host,map ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0"
+
 /* LEAT_FAULT_SEED, which main() sets when it is not there, and prints. */
 void fault_rig_set_seed(void);
 uint32_t fault_rig_seed(void);
