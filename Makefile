@@ -220,20 +220,24 @@ check: packages
 	$(Q)LEAT_TEST_MODEL="$$($(SCRIPTS)/fetch-model)" tests/run-tests $(BUILD)
 
 # Many clients at once on a daemon for ten minutes, half of them on a simulated GPU that is too small, then an hour of random programs on the
-# cache, over all shapes and forms; seeds are printed.  make soak SOAK_SECONDS=600
+# cache, over all shapes and forms, every pair of codecs at every head size, and every fault (several hours of processor time by themselves;
+# LEAT_SOAK_SLICES=N LEAT_FAULT_SEED=I takes the I-th of N parts); seeds are printed.  make soak SOAK_SECONDS=600
 SOAK_SECONDS ?= 3600
 soak_small    = OPENCL_LAYERS=$(abspath $(SIM)) CLSIM_MEMORY=8M CLSIM_MAX_ALLOCATION=8M CLSIM_LINK_RATE=500M CLSIM_LATENCY_USEC=50 CLSIM_CHECK=all \
                 CLSIM_PART=1 CLSIM_POISON=1 CLSIM_MISUSE=99 POCL_MAX_PTHREAD_COUNT=1 LEAT_SOAK_TIGHT=1
 .PHONY: soak
 soak: packages
-	$(Q)$(MAKE) --no-print-directory programs sim $(BUILD)/tests/parity/test-cache-random $(BUILD)/tests/bus/test-bus-soak
+	$(Q)$(MAKE) --no-print-directory programs sim $(BUILD)/tests/parity/test-cache-random $(BUILD)/tests/parity/test-attend-values \
+	  $(BUILD)/tests/bus/test-bus-soak $(FAULT_TESTS)
 	$(Q)export LEAT_TEST_DATA=tests/data LEAT_TEST_CACHE=$${LEAT_TEST_CACHE:-$(abspath $(BUILD))/test-cache} && \
 	  small=$$LEAT_TEST_CACHE/sim && mkdir -p $$small/sim-arguments && status=0; \
 	  LEAT_SOAK_SECONDS=$$(($(SOAK_SECONDS) / 12)) $(BUILD)/tests/bus/test-bus-soak || status=1; \
 	  LEAT_TEST_CACHE=$$small POCL_CACHE_DIR=$$small/pocl CLSIM_ARGUMENTS=$$small/sim-arguments $(soak_small) \
 	    LEAT_SOAK_SECONDS=$$(($(SOAK_SECONDS) / 12)) $(BUILD)/tests/bus/test-bus-soak || status=1; \
 	  LEAT_RANDOM_WIDE=1 LEAT_RANDOM_SECONDS=$(SOAK_SECONDS) \
-	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random || status=1; exit $$status
+	  LEAT_RANDOM_SEED=$${LEAT_RANDOM_SEED:-$$(date +%s)} $(BUILD)/tests/parity/test-cache-random || status=1; \
+	  LEAT_SOAK=1 $(BUILD)/tests/parity/test-attend-values || status=1; \
+	  LEAT_SOAK=1 LEAT_TEST_ONLY=faults tests/run-tests $(BUILD) || status=1; exit $$status
 
 # Damaged files of every kind, read with the sanitizers' eyes; the seed is printed.  make fuzz FUZZ_SECONDS=3600
 FUZZ_SECONDS ?= 60
@@ -270,7 +274,7 @@ help:
 	  "make shell [CMD='...']  a private bus with the daemon, leat on PATH [CONFIG=FILE.yaml]" \
 	  'make check              all set-up and every test  [SANITIZE=address,undefined]' \
 	  "make test T=NAME [F='*pattern*']  one test program" \
-  'make soak               clients on a daemon, random programs on the cache, then every fault (hours)  [SOAK_SECONDS=3600]' \
+  'make soak               clients on a daemon, random programs, every codec pair, every fault (hours)  [SOAK_SECONDS=3600]' \
 	  'make fuzz               damaged sessions, models, YAML, templates, under sanitizers  [FUZZ_SECONDS=60]' \
 	  'make sim                the simulated small GPU, a layer for the OpenCL loader (tests/sim/README.md)' \
   'make bench              ratios against llama.cpp, in one run on a quiet machine' \

@@ -5,6 +5,7 @@
  */
 
 #include "tests/lib/sim-rig.h"
+#include "tests/sim/clsim.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -66,6 +67,50 @@ static void reads_a_slot_that_is_being_filled(void)
 static void fills_a_slot_that_is_being_read(void)
 {
     stream(true, false);
+}
+
+/* A command fails, the program sees it and goes on, well or not: the slot is read while it is filled, the memory that fills it is freed. */
+static void fail_first(bool waits_for_fill, bool frees_early)
+{
+    clsim_set_faults_fn set;
+    cl_event failed, filled;
+    cl_mem slot, result;
+    SimWorld world;
+    char *block = calloc(1, N_BLOCK);
+    cl_int out;
+
+    sim_world_open(&world);
+    *(void **)&set = clGetExtensionFunctionAddressForPlatform(world.platform, "clsimSetFaults");
+    CHECK(block && set && set("clEnqueueWriteBuffer:1:event=CL_OUT_OF_RESOURCES") == CL_SUCCESS);
+    slot = sim_world_buffer(&world, N_BLOCK);
+    result = sim_world_buffer(&world, sizeof(cl_int));
+    CHECK(clEnqueueWriteBuffer(world.b, slot, CL_FALSE, 0, N_BLOCK, block, 0, NULL, &failed) == CL_SUCCESS);
+    CHECK(clFlush(world.b) == CL_SUCCESS && clWaitForEvents(1, &failed) == CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST);
+    CHECK(clEnqueueWriteBuffer(world.b, slot, CL_FALSE, 0, N_BLOCK, block, 0, NULL, &filled) == CL_SUCCESS && clFlush(world.b) == CL_SUCCESS);
+    if (frees_early)
+        free(block);
+    CHECK(sim_world_sum(&world, world.a, slot, result, N_BLOCK / 4, waits_for_fill, waits_for_fill ? &filled : NULL, NULL) == CL_SUCCESS);
+    CHECK(clEnqueueReadBuffer(world.a, result, CL_TRUE, 0, sizeof(out), &out, 0, NULL, NULL) == CL_SUCCESS && clFinish(world.b) == CL_SUCCESS);
+    if (!frees_early)
+        free(block);
+    CHECK(clReleaseEvent(filled) == CL_SUCCESS && clReleaseEvent(failed) == CL_SUCCESS);
+    CHECK(clReleaseMemObject(result) == CL_SUCCESS && clReleaseMemObject(slot) == CL_SUCCESS);
+    sim_world_close(&world);
+}
+
+static void goes_on_well_after_a_failure(void)
+{
+    fail_first(true, false);
+}
+
+static void reads_too_early_after_a_failure(void)
+{
+    fail_first(false, false);
+}
+
+static void frees_too_early_after_a_failure(void)
+{
+    fail_first(true, true);
 }
 
 /* Ordered by what the host has seen: every way of looking counts. */
@@ -436,6 +481,9 @@ static void fills_a_part_beside_a_kernel(void)
 static const SimScenario scenarios[] = {
     {"reads_beside_a_copy_down", reads_beside_a_copy_down},
     {"fills_a_part_beside_a_kernel", fills_a_part_beside_a_kernel},
+    {"goes_on_well_after_a_failure", goes_on_well_after_a_failure},
+    {"reads_too_early_after_a_failure", reads_too_early_after_a_failure},
+    {"frees_too_early_after_a_failure", frees_too_early_after_a_failure},
     {"streams_well", streams_well},
     {"reads_a_slot_that_is_being_filled", reads_a_slot_that_is_being_filled},
     {"fills_a_slot_that_is_being_read", fills_a_slot_that_is_being_read},
@@ -615,9 +663,21 @@ static void sim_misuse_can_abort_and_go_to_a_file(void **state)
     assert_true(n > 0 && strstr(text, "over-release"));
 }
 
+static void sim_misuse_behind_a_failed_command_is_found(void **state)
+{
+    (void)state;
+#ifndef __SANITIZE_ADDRESS__ /* whose free() must be the first */
+    sim_rig_run_well("goes_on_well_after_a_failure", CHECKED " LD_PRELOAD=layer");
+    sim_rig_run_to("frees_too_early_after_a_failure", CHECKED " LD_PRELOAD=layer", 99, "host-freed: free() of host memory that clEnqueueWriteBuffer #2 reads");
+#endif
+    sim_rig_run_well("goes_on_well_after_a_failure", CHECKED);
+    sim_rig_run_to("reads_too_early_after_a_failure", CHECKED, 99, "race: clEnqueueNDRangeKernel #1 sum reads");
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(sim_misuse_behind_a_failed_command_is_found),
         cmocka_unit_test(sim_buffer_read_while_a_copy_into_it_is_in_flight),
         cmocka_unit_test(sim_buffer_written_while_it_is_read),
         cmocka_unit_test(sim_what_the_host_has_seen_complete_is_over),
