@@ -18,6 +18,15 @@ static inline KvHome speed_probe_home(const ModelFit *fit)
     return fit->policy.home == KV_HOME_HOST && fit->plan.kv.n_slots == 0 ? KV_HOME_HOST : KV_HOME_DEVICE;
 }
 
-/* Facts of a model as @fit plans it, with bits that are chosen; @bytes: of weights on the device at once.  MODEL_E_DEVICE_MEMORY when these
- * are too few to say anything. */
-int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, ModelSpeed *ret, ErrorDetail *reterr);
+/* Whether tiles of the cache are copied. */
+static inline bool speed_probe_tiles(const ModelFit *fit)
+{
+    return fit->policy.home == KV_HOME_HOST && fit->plan.kv.n_slots > 0;
+}
+
+/* Facts of a model as @fit plans it, with bits that are chosen; @bytes: of weights on the device at once.  @ret_token_sec: what
+ * speed_probe_again() finds as long as the machine is as fast.  MODEL_E_DEVICE_MEMORY when the bytes are too few to say anything. */
+int speed_probe(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, ModelSpeed *ret, double *ret_token_sec,
+                ErrorDetail *reterr);
+/* A token of what was run then, with the same @bytes. */
+int speed_probe_again(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint64_t bytes, double *ret_token_sec, ErrorDetail *reterr);

@@ -197,6 +197,16 @@ double speed_schedule_solve(const SpeedStep *step, double sec)
     return high;
 }
 
+SpeedStep speed_step_slower(const SpeedStep *step, double share)
+{
+    SpeedStep slower = *step;
+
+    slower.tile_copy_sec /= share;
+    slower.part_copy_sec /= share;
+    slower.head_part_copy_sec /= share;
+    return slower;
+}
+
 double speed_schedule_solve_rate(const SpeedStep *step, double sec)
 {
     double low = 0.1, high = 1;
@@ -205,14 +215,42 @@ double speed_schedule_solve_rate(const SpeedStep *step, double sec)
         return 1;
     for (uint32_t i = 0; i < 20; i++) {
         double middle = (low + high) / 2;
-        SpeedStep slower = *step;
+        SpeedStep slower = speed_step_slower(step, middle);
 
-        slower.part_copy_sec /= middle;
-        slower.head_part_copy_sec /= middle;
         if (speed_schedule(&slower, 1) > sec)
             low = middle;
         else
             high = middle;
     }
     return high;
+}
+
+/* ---- between what was measured ------------------------------------------------------------------------------------------------ */
+
+double speed_past(const ModelSpeed *speed, double depth)
+{
+    const ModelPast *past = speed->pasts;
+    uint32_t n = (uint32_t)MIN(speed->n_pasts, (uint64_t)MODEL_SPEED_PASTS), i = 1;
+
+    if (n < 2 || depth <= past[0].tokens)
+        return 0;
+    while (i + 1 < n && depth > past[i].tokens)
+        i++;
+    return past[i - 1].layer_sec + (depth - past[i - 1].tokens) * (past[i].layer_sec - past[i - 1].layer_sec) / (past[i].tokens - past[i - 1].tokens);
+}
+
+ModelLink speed_link(const ModelLink *links, uint64_t n_links, double depth)
+{
+    uint64_t i = 0;
+    double t;
+
+    if (n_links == 0)
+        return (ModelLink){.share = 1, .beside = 1};
+    while (i < n_links && links[i].tokens < depth)
+        i++;
+    if (i == 0 || i == n_links)
+        return links[i == 0 ? 0 : n_links - 1];
+    t = (depth - links[i - 1].tokens) / (links[i].tokens - links[i - 1].tokens);
+    return (ModelLink){depth, links[i - 1].share + t * (links[i].share - links[i - 1].share),
+                       links[i - 1].beside + t * (links[i].beside - links[i - 1].beside)};
 }

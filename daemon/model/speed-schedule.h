@@ -38,6 +38,13 @@ double speed_step_copies(const SpeedStep *step);
 double speed_schedule(const SpeedStep *step, double beside);
 /* The other way round: @beside with which the step takes @sec, as near as can be. */
 double speed_schedule_solve(const SpeedStep *step, double sec);
-/* For a step whose parts alone take longer than its kernels: the share, up to 1, of their rate with which it takes @sec while kernels run as
+/* For a step whose copies alone take longer than its kernels: the share, up to 1, of their rate with which it takes @sec while kernels run as
  * if alone.  1 for other steps. */
 double speed_schedule_solve_rate(const SpeedStep *step, double sec);
+/* The same step with copies at a share of their rate. */
+SpeedStep speed_step_slower(const SpeedStep *step, double share);
+
+/* Seconds of kernels that a past of @depth tokens costs a token and layer beyond what it costs after the first ones. */
+double speed_past(const ModelSpeed *speed, double depth);
+/* Between the two measured ones around @depth; nothing is lost where none were. */
+ModelLink speed_link(const ModelLink *links, uint64_t n_links, double depth);

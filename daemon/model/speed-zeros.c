@@ -81,9 +81,8 @@ static int new_model(SpeedZeros *probe, const ModelFile *file, const ModelOption
 }
 
 int speed_zeros_begin(SpeedZeros *zeros, const ModelFile *file, const ModelFit *fit, uint32_t n_layers, uint64_t head_bytes,
-                      ModelWeights weights, uint32_t max_tokens, ErrorDetail *reterr)
+                      ModelWeights weights, ErrorDetail *reterr)
 {
-    KvPolicy policy = fit->policy;
     ModelOptions options = {
         .exact = fit->options.exact,
         .context = fit->options.context,
@@ -92,23 +91,33 @@ int speed_zeros_begin(SpeedZeros *zeros, const ModelFile *file, const ModelFit *
         .deadline_usec = fit->options.deadline_usec,
         .weights = weights,
     };
-    int r;
+    int r = new_model(zeros, file, &options, n_layers, head_bytes, reterr);
 
-    policy.home = speed_probe_home(fit);
-    policy.n_layer_bits = 0; /* few layers stand for all */
-    policy.growth = KV_GROWTH_DYNAMIC;
-    if (policy.home == KV_HOME_DEVICE)
-        policy.transfer = KV_TRANSFER_AUTO;
-    policy.max_cache_tokens = max_tokens;
-    policy.device_budget_bytes = 0;
-    r = new_model(zeros, file, &options, n_layers, head_bytes, reterr);
-    if (!r)
-        r = model_store_new(zeros->model, &policy, &zeros->store, reterr);
-    if (!r)
-        r = model_fold_kv(kv_cache_new(zeros->store, &zeros->cache, reterr));
     if (r)
         return r;
     zeros->logits = calloc(zeros->model->file->hparams.model.n_vocab, sizeof(*zeros->logits));
     zeros->ids = calloc(SPEED_PROBE_ROWS, sizeof(*zeros->ids));
     return zeros->logits && zeros->ids ? 0 : error_origin(-ENOMEM);
+}
+
+int speed_zeros_store(SpeedZeros *zeros, const ModelFit *fit, bool tiles, uint32_t max_tokens, ErrorDetail *reterr)
+{
+    KvPolicy policy = fit->policy;
+    int r;
+
+    zeros->cache = kv_cache_free(zeros->cache);
+    zeros->store = kv_store_free(zeros->store);
+    policy.home = tiles ? KV_HOME_HOST : speed_probe_home(fit);
+    policy.n_layer_bits = 0; /* few layers stand for all */
+    policy.growth = KV_GROWTH_DYNAMIC;
+    if (tiles) {
+        policy.transfer = KV_TRANSFER_COPY;
+        policy.n_slots = fit->plan.kv.n_slots;
+        policy.tile_blocks = fit->plan.kv.tile_blocks;
+    } else if (policy.home == KV_HOME_DEVICE)
+        policy.transfer = KV_TRANSFER_AUTO;
+    policy.max_cache_tokens = max_tokens;
+    policy.device_budget_bytes = 0;
+    r = model_store_new(zeros->model, &policy, &zeros->store, reterr);
+    return r ? r : model_fold_kv(kv_cache_new(zeros->store, &zeros->cache, reterr));
 }

@@ -9,17 +9,25 @@
 #include "quant/base/log.h"
 
 #include <string.h>
+#include <time.h>
 
 /* Weights that are run over: small models as they are; beyond the caches of most CPUs, a tenth of a second to upload. */
 #define PROBE_BYTES     (UINT64_C(128) << 20)
 #define PROBE_KEY_BYTES 600
 
 /* The version counts changes of what is measured. */
-static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 6};
+static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 7};
+
+/* Facts are of the machine as it was: other work, heat or a hypervisor change it.  After so long a token is timed again. */
+#define TRUSTED_SECONDS 60
+#define MOVED           1.15
 
 typedef struct SpeedFile {
     char key[PROBE_KEY_BYTES];
     ModelSpeed speed;
+    int64_t checked;    /* seconds since the epoch: when it was measured, or found to hold */
+    uint64_t run_bytes; /* what it was measured with */
+    double token_sec;
 } SpeedFile;
 
 /* ---- what it is stored by ---------------------------------------------------------------------------------------------------- */
@@ -32,12 +40,13 @@ static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit 
     const KvForm *form = &fit->policy.form;
     int n;
 
-    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|%llu %u|", info->name,
+    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|%llu %u|%u %u|", info->name,
                  info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
                  p->n_vocab, p->attention.n_heads, p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim,
                  fit->options.exact, (int)form->kind, form->k_bits, form->v_bits, (int)form->centre, (int)form->rotation,
                  (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit), speed_probe_rows(fit),
-                 (unsigned long long)fit->plan.weight_streamed_bytes, fit->plan.weight_slots);
+                 (unsigned long long)fit->plan.weight_streamed_bytes, fit->plan.weight_slots, speed_probe_tiles(fit) ? fit->plan.kv.n_slots : 0,
+                 speed_probe_tiles(fit) ? fit->plan.kv.tile_blocks : 0);
     for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
         n += snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
     (void)snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);
@@ -52,9 +61,42 @@ static void make_name(const char *key, char ret[static 17])
     (void)snprintf(ret, 17, "%016llx", (unsigned long long)hash);
 }
 
+static uint64_t bytes_to_run(Gpu *gpu)
+{
+    uint64_t used[GPU_PURPOSE_X_MAX], total, budget = gpu_info(gpu)->budget_bytes;
+
+    gpu_memory_used(gpu, used, &total);
+    return budget > total ? MIN((budget - total) / 2, PROBE_BYTES) : 0;
+}
+
+static void keep(const ModelFile *file, const char *name, SpeedFile *facts)
+{
+    facts->checked = (int64_t)time(NULL);
+    if (file->state_dir && state_file_write(file->state_dir, &SPEED_KIND, name, facts, sizeof(*facts)))
+        log_debug("The measured speed of this device is not kept: it will be measured again");
+}
+
+/* Whether the machine is about as fast as when they were measured, as far as can be seen. */
+static bool still_hold(Gpu *gpu, const ModelFile *file, const ModelFit *fit, const char *name, SpeedFile *facts)
+{
+    int64_t age = (int64_t)time(NULL) - facts->checked;
+    double token_sec;
+
+    if ((age >= 0 && age < TRUSTED_SECONDS) || bytes_to_run(gpu) < facts->run_bytes ||
+        speed_probe_again(gpu, file, fit, facts->run_bytes, &token_sec, NULL) != 0)
+        return true;
+    if (token_sec > facts->token_sec * MOVED || token_sec < facts->token_sec / MOVED) {
+        log_debug("A token that took %.2f ms when this device was measured takes %.2f now: it is measured again", 1e3 * facts->token_sec,
+                  1e3 * token_sec);
+        return false;
+    }
+    keep(file, name, facts);
+    return true;
+}
+
 int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_measure, ModelSpeed *ret, ErrorDetail *reterr)
 {
-    uint64_t used[GPU_PURPOSE_X_MAX], total, budget = gpu_info(gpu)->budget_bytes, bytes;
+    uint64_t bytes = bytes_to_run(gpu);
     ModelFit resolved = *fit;
     SpeedFile stored, wanted;
     char name[17];
@@ -67,84 +109,79 @@ int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_m
     memset(&wanted, 0, sizeof(wanted));
     make_key(gpu_info(gpu), file, fit, wanted.key);
     make_name(wanted.key, name);
-    if (file->state_dir && state_file_read(file->state_dir, &SPEED_KIND, name, &stored, sizeof(stored)) == 0 &&
-        memcmp(stored.key, wanted.key, sizeof(stored.key)) == 0) {
+    known = file->state_dir && state_file_read(file->state_dir, &SPEED_KIND, name, &stored, sizeof(stored)) == 0 &&
+            memcmp(stored.key, wanted.key, sizeof(stored.key)) == 0;
+    if (known && (!may_measure || still_hold(gpu, file, fit, name, &stored))) {
         *ret = stored.speed;
         return 0;
     }
     if (!may_measure)
         return -ENOENT;
-    gpu_memory_used(gpu, used, &total);
-    bytes = budget > total ? MIN((budget - total) / 2, PROBE_BYTES) : 0;
     do {
-        r = speed_probe(gpu, file, fit, bytes, &wanted.speed, reterr);
+        wanted.run_bytes = bytes;
+        r = speed_probe(gpu, file, fit, bytes, &wanted.speed, &wanted.token_sec, reterr);
         bytes /= 2;
     } while (r == MODEL_E_DEVICE_MEMORY && bytes >= SPEED_PROBE_MIN_BYTES);
     if (r)
         return r;
     *ret = wanted.speed;
-    if (file->state_dir && state_file_write(file->state_dir, &SPEED_KIND, name, &wanted, sizeof(wanted)))
-        log_debug("The measured speed of this device is not kept: it will be measured again");
+    keep(file, name, &wanted);
     return 0;
 }
 
 /* ---- prediction ------------------------------------------------------------------------------------------------------------- */
 
-/* Of a token and layer, after @depth tokens beyond what it costs after the first ones. */
-static double past_sec(const ModelSpeed *speed, double depth)
-{
-    const ModelPast *past = speed->pasts;
-    uint32_t n = (uint32_t)MIN(speed->n_pasts, (uint64_t)MODEL_SPEED_PASTS), i = 1;
-
-    if (n < 2 || depth <= past[0].tokens)
-        return 0;
-    while (i + 1 < n && depth > past[i].tokens)
-        i++;
-    return past[i - 1].layer_sec + (depth - past[i - 1].tokens) * (past[i].layer_sec - past[i - 1].layer_sec) / (past[i].tokens - past[i - 1].tokens);
-}
-
 KvRates model_speed_rates(const ModelSpeed *speed, const ModelFit *fit)
 {
     double per_layer = (double)fit->plan.kv.host_bytes_per_token / MAX(fit->plan.n_layers, 1u), deep = 4096;
-    double per_token = (past_sec(speed, 2 * deep) - past_sec(speed, deep)) / deep, rate;
+    double per_token = (speed_past(speed, 2 * deep) - speed_past(speed, deep)) / deep, rate;
 
-    if (per_token <= 0 || speed->upload_rate <= 0)
+    if (per_token <= 0 || speed->tile_rate <= 0)
         return (KvRates){0, 0, 0};
     rate = per_layer / per_token;
     return (KvRates){
         .device_bytes_per_second = (uint64_t)rate,
-        .link_bytes_per_second = (uint64_t)speed->upload_rate,
+        .link_bytes_per_second = (uint64_t)speed->tile_rate,
         .weight_bytes_per_layer = (uint64_t)(speed->layer_sec * rate), /* as many as take as long at that rate */
     };
 }
 
+static SpeedStep linked_step(const ModelSpeed *speed, const ModelFit *fit, double depth, const ModelLink *link, bool logits)
+{
+    SpeedStep step = speed_step(fit, (uint32_t)depth, MAX(speed->tile_rate, 1.0), MAX(speed->upload_rate, 1.0), logits);
+
+    return speed_step_slower(&step, link->share);
+}
+
 static double predict_token(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth, ModelPrediction *ret)
 {
-    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), MAX(speed->part_rate, 1.0), true);
+    ModelLink link = speed_link(speed->links, MIN(speed->n_links, (uint64_t)MODEL_SPEED_PASTS), depth);
+    SpeedStep step = linked_step(speed, fit, depth, &link, true);
     double kernels, copies, sec, most;
 
     step.layer_sec = speed->layer_sec;
-    step.past_sec = past_sec(speed, depth);
+    step.past_sec = speed_past(speed, depth);
     step.head_sec = speed->head_sec;
     kernels = speed_step_kernels(&step);
     copies = speed_step_copies(&step);
-    sec = speed_schedule(&step, speed->beside);
+    sec = speed_schedule(&step, link.beside);
     most = MIN(kernels, copies);
     ret->bus_limited = copies > kernels;
     ret->hidden_share = most > 0 ? MIN(MAX((kernels + copies - sec) / most, 0.0), 1.0) : 1;
     return sec;
 }
 
-/* A pass of more rows than were timed takes longer in proportion, but brings weights and past once. */
+/* A pass of more rows than were timed takes longer in proportion, and has a longer past within itself; but it brings weights and past once. */
 static double predict_prefill(const ModelSpeed *speed, const ModelFit *fit, uint32_t depth)
 {
-    SpeedStep step = speed_step(fit, depth, MAX(speed->upload_rate, 1.0), MAX(speed->chunk_part_rate, 1.0), false);
+    ModelLink link = speed_link(speed->chunk_links, MIN(speed->n_chunk_links, (uint64_t)MODEL_SPEED_CHUNK_LINKS), depth);
+    SpeedStep step = linked_step(speed, fit, depth, &link, false);
     double rows = MAX((double)fit->options.max_rows, speed->chunk_rows), scale = rows / MAX(speed->chunk_rows, 1.0), sec;
 
     step.layer_sec = scale * speed->chunk_layer_sec;
-    step.past_sec = scale * speed->chunk_layer_past_sec * depth;
+    step.past_sec = scale * speed->chunk_layer_past_sec * (depth + (rows - speed->chunk_rows) / 2);
     step.head_sec = scale * speed->chunk_sec;
-    sec = speed_schedule(&step, speed->chunk_beside);
+    sec = speed_schedule(&step, link.beside);
     return sec > 0 ? rows / sec : 0;
 }
 

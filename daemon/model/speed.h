@@ -5,14 +5,14 @@
  *
  * The probe runs the real forward pass over a model of the same shape and weight types with weights of zero: as many layers as fit into some
  * bytes (when these are not all, a few and many, so that what a layer costs and what does not grow with the layers come apart), one row and a
- * chunk of rows, after nothing and after pasts of different lengths; the copies of its weights alone; and both kinds of pass with weights
- * streamed, which tells how fast kernels run beside a copy here, and copies beside kernels that they outlast (on a CPU device one takes the
- * other's time).  Weights stream there as the plan streams them; when it does not, as many as take about as long as the kernels of a token,
- * which is where that counts most.  What streams is then predicted by the schedule that the rings make (speed-schedule.h).
+ * chunk of rows, after nothing and after pasts of different lengths, which lie where kernels read them.  What the plan streams, tiles of the
+ * cache, parts of the weights or both, is then streamed in the same way, and the same passes say what copies and kernels lose beside each
+ * other.  What streams is predicted by the schedule that the rings make (speed-schedule.h), with these losses.
  * A few seconds on devices that we know.
  *
- * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute, form of the cache and where kernels read it, rows of a pass, and
- * what of the weights streams; another driver measures anew.
+ * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute, form of the cache, where kernels read it, what streams and how,
+ * and rows of a pass; another driver measures anew.  They are of the machine as it was: when they are older than a minute a token is timed
+ * again, a third of a second, and when that has moved by more than 15 % everything is.
  */
 
 #include "daemon/model/model.h"
@@ -25,6 +25,14 @@ typedef struct ModelPast {
     double layer_sec;
 } ModelPast;
 
+/* What copies and kernels make of each other (on a CPU device one takes the other's time, and memory is one) after a past. */
+typedef struct ModelLink {
+    double tokens;
+    double share;  /* of their rates that copies have beside kernels which they outlast */
+    double beside; /* how fast kernels run while a copy is under way, 1: as alone */
+} ModelLink;
+#define MODEL_SPEED_CHUNK_LINKS 2
+
 typedef struct ModelSpeed {
     double head_sec;              /* of a token: what does not grow with the layers */
     double layer_sec;             /* of a token and layer after at most pasts[0].tokens */
@@ -33,13 +41,13 @@ typedef struct ModelSpeed {
     double chunk_rows;            /* rows of the chunk that was timed */
     double chunk_sec;             /* without logits: what does not grow with the layers */
     double chunk_layer_sec, chunk_layer_past_sec;
-    double upload_rate;           /* bytes a second from host memory, alone */
-    double part_rate;             /* of parts of the weights beside kernels that they outlast (memory is one on a CPU device) */
-    double beside;                /* how fast kernels run while a copy is under way, 1: as alone; while tokens are decoded */
-    double chunk_part_rate, chunk_beside; /* the same of chunks */
+    double upload_rate, tile_rate; /* bytes a second from host memory: parts of the weights alone; the cache's tiles as they come */
+    uint64_t n_links, n_chunk_links;
+    ModelLink links[MODEL_SPEED_PASTS], chunk_links[MODEL_SPEED_CHUNK_LINKS]; /* ascending; after a past that has copies; of tokens, of chunks */
 } ModelSpeed;
 
-/* Facts for a model as @fit plans it.  @may_measure: takes the device for a few seconds and half of what is free of it for that time.
+/* Facts for a model as @fit plans it.  @may_measure: takes the device for a few seconds and half of what is free of it for that time; when
+ * not, what is stored is taken as it is.
  * 0; -ENOENT when nothing is stored and it may not measure; MODEL_E_DEVICE_MEMORY when too little is free; other codes of a model. */
 int model_speed(Gpu *gpu, const ModelFile *file, const ModelFit *fit, bool may_measure, ModelSpeed *ret, ErrorDetail *reterr);
 

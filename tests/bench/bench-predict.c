@@ -241,15 +241,26 @@ static void restore(const Setup *setup, Run *run, uint32_t depth)
 
 /* ---- a case --------------------------------------------------------------------------------------------------------------------- */
 
+static void print_links(const char *name, const ModelLink *links, uint64_t n_links)
+{
+    (void)printf(", \"%s\": [", name);
+    for (uint64_t i = 0; i < n_links; i++)
+        (void)printf("%s[%.0f, %.2f, %.2f]", i ? ", " : "", links[i].tokens, links[i].share, links[i].beside);
+    (void)printf("]");
+}
+
 static void print_speed(const ModelSpeed *speed)
 {
     (void)printf("\"facts\": {\"head_usec\": %.1f, \"layer_usec\": %.2f, \"pasts\": [", 1e6 * speed->head_sec, 1e6 * speed->layer_sec);
     for (uint32_t i = 0; i < speed->n_pasts; i++)
         (void)printf("%s[%.0f, %.2f]", i ? ", " : "", speed->pasts[i].tokens, 1e6 * speed->pasts[i].layer_sec);
     (void)printf("], \"chunk_rows\": %.0f, \"chunk_usec\": %.0f, \"chunk_layer_usec\": %.0f, \"chunk_layer_past_nsec\": %.1f, "
-                 "\"upload_rate\": %.3g, \"part_rate\": %.3g, \"beside\": %.2f, \"chunk_beside\": %.2f}, ",
+                 "\"upload_rate\": %.3g, \"tile_rate\": %.3g",
                  speed->chunk_rows, 1e6 * speed->chunk_sec, 1e6 * speed->chunk_layer_sec, 1e9 * speed->chunk_layer_past_sec,
-                 speed->upload_rate, speed->part_rate, speed->beside, speed->chunk_beside);
+                 speed->upload_rate, speed->tile_rate);
+    print_links("links", speed->links, speed->n_links);
+    print_links("chunk_links", speed->chunk_links, speed->n_chunk_links);
+    (void)printf("}, ");
 }
 
 static void measure_decode(const Setup *setup, Run *run, const ModelSpeed *speed, const ModelFit *fit, uint32_t depth)
@@ -310,7 +321,7 @@ static void measure(const Setup *setup, char *argument)
     (void)prefill(&run, setup->n_prompt, true); /* kernels have run once before anything is measured */
     bench_must(kv_cache_clear(run.cache), "clear", NULL);
     seconds = prefill(&run, setup->n_prompt, true);
-    model_predict(&speed, &fit, setup->n_prompt / 2, &predicted);
+    model_predict(&speed, &fit, (setup->n_prompt - MIN(setup->n_prompt, fit.options.max_rows)) / 2, &predicted);
     (void)printf("\"prefill_rate\": %.2f, \"predicted_prefill_rate\": %.2f, \"decode\": [", setup->n_prompt / seconds, predicted.prefill_rate);
     for (size_t d = 0; d < N_ELEMENTS(DEPTHS); d++) {
         (void)printf(d ? ", " : "");
