@@ -431,7 +431,7 @@ int kv_caches_migrate(KvCache *const *caches, uint32_t n, KvStore *to, bool loss
     for (uint32_t i = 0; i < n && !r; i++)
         change_over(caches[i], to, pasts[i]);
     kv_store_trim(r ? to : from);
-    (void)kv_store_charge_host(to, 0);
+    (void)kv_store_charge_host(to, 0); /* beyond the budget the next pass is refused */
     return error_trace(r);
 }
 

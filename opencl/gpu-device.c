@@ -339,9 +339,11 @@ Gpu *gpu_free(Gpu *gpu)
     if (!gpu)
         return NULL;
     gpu_settle(gpu);
-    free_events(gpu);
     gpu_trace_deinit(gpu);
+    /* Events after what takes long: PoCL tells the followers of a command a while after that counts as complete, one that has failed by then
+     * among them, and aborts when it is no longer there. */
     gpu_programs_free(gpu);
+    free_events(gpu);
     if (!gpu->hung) {
         for (GpuQueue queue = 0; queue < GPU_QUEUE_X_MAX; queue++)
             if (gpu->queues[queue])
