@@ -136,6 +136,69 @@ static void gpu_step_finish_finds_the_one_command_that_failed(void **state)
     assert_int_equal(total, 4096);
 }
 
+static void *fail_later(void *userdata)
+{
+    sleep_usec(50000);
+    (void)clSetUserEventStatus(userdata, CL_OUT_OF_RESOURCES);
+    return NULL;
+}
+
+/* Of a long step most is looked at while its end runs: a copy that was fine by then fails, and with it the last command. */
+static void gpu_step_finish_finds_what_fails_after_its_first_look(void **state)
+{
+    enum { N_COMMANDS = 200 };
+    Gpu *gpu = *state;
+    _cleanup_(gpu_buffer_freep) GpuBuffer *buffer = NULL;
+    _cleanup_(gpu_event_unrefp) GpuEvent *failed = NULL;
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    const uint32_t value = 42;
+    pthread_t thread;
+    cl_event user;
+
+    assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, 4096, &buffer, NULL), 0);
+    assert_int_equal(gpu_step_begin(gpu), 0);
+    user = fake_command(gpu, GPU_QUEUE_UPLOAD, "the late culprit", &failed);
+    for (int i = 0; i < N_COMMANDS; i++)
+        assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
+    assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, &value, sizeof(value), (GpuWait){&failed, 1}, "last", NULL), 0);
+    assert_int_equal(pthread_create(&thread, NULL, fail_later, user), 0);
+    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), GPU_E_LOST);
+    assert_int_equal(pthread_join(thread, NULL), 0);
+    print_message("%s\n", detail.text);
+    assert_non_null(strstr(detail.text, "the late culprit"));
+    assert_true(gpu_is_lost(gpu));
+    /* The culprit is the oldest, behind which nothing is looked at any more: what is gone went before it failed. */
+    assert_in_range(gpu->n_pending, 2, N_COMMANDS / 4);
+    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), -ENODEV);
+    assert_int_equal(gpu_event_status(failed), -EIO);
+}
+
+/* A long step whose first part does not end either is given up at the same deadline as a short one. */
+static void gpu_step_finish_gives_up_at_its_first_look(void **state)
+{
+    Gpu *gpu = *state;
+    _cleanup_(gpu_buffer_freep) GpuBuffer *buffer = NULL;
+    _cleanup_(gpu_event_unrefp) GpuEvent *held = NULL;
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    const uint32_t value = 42;
+    uint64_t begin_usec;
+    cl_event user;
+
+    assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, 4096, &buffer, NULL), 0);
+    assert_int_equal(gpu_step_begin(gpu), 0);
+    user = fake_command(gpu, GPU_QUEUE_UPLOAD, "held", &held);
+    assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, &value, sizeof(value), (GpuWait){&held, 1}, "first", NULL), 0);
+    for (int i = 0; i < 200; i++)
+        assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
+    begin_usec = gpu_now_usec();
+    assert_int_equal(gpu_step_finish(gpu, 300000, &detail), GPU_E_HUNG);
+    assert_in_range(gpu_now_usec() - begin_usec, 300000, 2000000);
+    assert_true(gpu_is_lost(gpu));
+    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), -ENODEV);
+    assert_int_equal(clSetUserEventStatus(user, CL_COMPLETE), CL_SUCCESS); /* lets the driver's threads go */
+    sleep_usec(20000);
+}
+
 static void gpu_event_wait_reports_the_failure_of_its_event(void **state)
 {
     Gpu *gpu = *state;
@@ -280,6 +343,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(gpu_command_waits_for_events_of_other_queues_and_not_longer, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_step_finish_leaves_copies_in_flight_to_a_later_step, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_step_finish_finds_the_one_command_that_failed, setup, teardown),
+        cmocka_unit_test_setup_teardown(gpu_step_finish_finds_what_fails_after_its_first_look, setup, teardown),
+        cmocka_unit_test_setup_teardown(gpu_step_finish_gives_up_at_its_first_look, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_event_wait_reports_the_failure_of_its_event, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_step_finish_gives_up_at_its_deadline_without_spinning, setup, teardown),
         cmocka_unit_test(gpu_free_after_a_hang_does_not_wait),
