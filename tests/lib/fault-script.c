@@ -8,8 +8,6 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
 
 /* ---- saying -------------------------------------------------------------------------------------------------------- */
 
@@ -64,61 +62,11 @@ void script_fail(const char *file, int line, const char *format, ...)
     sim_rig_fail(file, line, text);
 }
 
-/* ---- the world ----------------------------------------------------------------------------------------------------- */
-
-static int open_file(const ScriptShape *shape, ModelFile **ret, ErrorDetail *reterr)
-{
-    char path[4096];
-
-    rig_path(shape->file, path, sizeof(path));
-    return model_file_open(path, NULL, ret, reterr);
-}
-
-int script_world_open(const ScriptShape *shape, ScriptWorld *ret, ErrorDetail *reterr)
-{
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
-    _cleanup_(model_file_freep) ModelFile *file = NULL;
-    ScriptWorld world = SCRIPT_WORLD_NULL;
-    int r;
-
-    world.fd = (int)syscall(SYS_memfd_create, "saved", 0u); /* the test's own: no fault is meant for it */
-    r = gpu_open(&options, &world.gpu, reterr);
-    if (!r)
-        r = open_file(shape, &file, reterr);
-    if (!r)
-        r = model_new(world.gpu, file, &shape->options, &world.model, reterr);
-    if (!r)
-        file = NULL; /* the model's now */
-    if (!r)
-        r = model_store_new(world.model, &shape->policy, &world.store, reterr);
-    if (!r && shape->has_other)
-        r = model_store_new(world.model, &shape->other, &world.other, reterr);
-    if (r)
-        script_world_close(&world);
-    *ret = world;
-    return r;
-}
-
-void script_world_close(ScriptWorld *world)
-{
-    uint64_t used = 0;
-
-    kv_store_free(world->other);
-    kv_store_free(world->store);
-    model_free(world->model);
-    if (world->gpu)
-        gpu_memory_used(world->gpu, NULL, &used);
-    MUST(used == 0);
-    gpu_free(world->gpu);
-    if (world->fd >= 0)
-        (void)close(world->fd);
-    *world = SCRIPT_WORLD_NULL;
-}
-
 /* ---- operations: each may be tried again after it has failed ------------------------------------------------------- */
 
 typedef struct Run {
     ScriptWorld *world;
+    const ScriptShape *shape;
     const ScriptOp *op;
     uint32_t index;
     KvCache *caches[SCRIPT_CACHES];
@@ -137,6 +85,17 @@ static void plan_ids(Run *run, uint32_t a, uint32_t n)
     rig_random_ids(100 * run->index + a + 1, SCRIPT_VOCAB, run->ids[a] + run->n[a], n);
 }
 
+static int run_pass(Run *run, const ModelItem *items, uint32_t n_items, float *logits)
+{
+    FaultItem with_ids[SCRIPT_CACHES];
+
+    if (run->world->model)
+        return model_forward(run->world->model, run->world->store, items, n_items, logits, &run->detail);
+    for (uint32_t i = 0; i < n_items; i++)
+        with_ids[i] = (FaultItem){.cache = items[i].cache, .ids = items[i].tokens - kv_cache_length(items[i].cache), .n_tokens = items[i].n_tokens};
+    return fault_layers_forward(run->world->layers, run->world->store, with_ids, n_items, logits, SCRIPT_VOCAB, &run->detail);
+}
+
 /* A pass; when it fails the lengths are as they were, or, of more than one token, shorter. */
 static int forward(Run *run, const ModelItem *items, uint32_t n_items, float *logits)
 {
@@ -145,7 +104,7 @@ static int forward(Run *run, const ModelItem *items, uint32_t n_items, float *lo
 
     for (uint32_t i = 0; i < n_items; i++)
         before[i] = kv_cache_length(items[i].cache);
-    r = model_forward(run->world->model, run->world->store, items, n_items, logits, &run->detail);
+    r = run_pass(run, items, n_items, logits);
     for (uint32_t i = 0; i < n_items; i++) {
         uint32_t after = kv_cache_length(items[i].cache);
 
@@ -160,7 +119,7 @@ static int forward(Run *run, const ModelItem *items, uint32_t n_items, float *lo
 /* Up to @target tokens, the logits of the last. */
 static int forward_to(Run *run, uint32_t a, uint32_t target)
 {
-    uint32_t max_rows = model_options(run->world->model)->max_rows;
+    uint32_t max_rows = run->shape->options.max_rows;
 
     for (uint32_t done; (done = kv_cache_length(run->caches[a])) < target;) {
         ModelItem item = {.cache = run->caches[a], .tokens = run->ids[a] + done, .n_tokens = MIN(target - done, max_rows)};
@@ -170,6 +129,21 @@ static int forward_to(Run *run, uint32_t a, uint32_t target)
         r = forward(run, &item, 1, item.more ? NULL : run->logits[a]);
         if (r)
             return r;
+    }
+    return 0;
+}
+
+static int op_encode(Run *run)
+{
+    uint32_t a = run->op->a, n = run->op->n;
+
+    for (uint32_t done; (done = kv_cache_cross_length(run->caches[a])) < n;) {
+        FaultItem item = {.cache = run->caches[a], .n_tokens = done == 0 ? (n + 1) / 2 : n - done, .encoder = run->index};
+        int r = fault_layers_encode(run->world->layers, run->world->store, &item, &run->detail);
+
+        if (r)
+            return r;
+        MUST(kv_cache_cross_length(run->caches[a]) == done + item.n_tokens);
     }
     return 0;
 }
@@ -317,12 +291,33 @@ static int op_migrate(Run *run)
     return r;
 }
 
+static int op_move(Run *run)
+{
+    ScriptWorld *world = run->world;
+    uint32_t policy = 1 - world->policy;
+    KvStore *to = NULL;
+    int r = fault_layers_store(world->layers, &run->shape->layers[policy], &to, &run->detail);
+
+    if (!r)
+        r = kv_store_migrate(world->store, to, false, &run->detail);
+    if (r) {
+        (void)kv_store_free(to);
+        return r;
+    }
+    (void)kv_store_free(world->store);
+    world->store = to;
+    world->policy = policy;
+    return 0;
+}
+
 static int perform(Run *run)
 {
     KvCache **cache = &run->caches[run->op->a];
 
     run->detail = ERROR_DETAIL_NULL;
     switch (run->op->verb) {
+    case SCRIPT_ENCODE:
+        return op_encode(run);
     case SCRIPT_FORWARD:
         return op_forward(run);
     case SCRIPT_DECODE:
@@ -347,6 +342,8 @@ static int perform(Run *run)
         return op_restore(run);
     case SCRIPT_MIGRATE:
         return op_migrate(run);
+    case SCRIPT_MOVE:
+        return op_move(run);
     case SCRIPT_CLEAR:
         run->n[run->op->a] = 0;
         return kv_cache_clear(*cache);
@@ -415,7 +412,7 @@ void script_run(ScriptWorld *world, const ScriptShape *shape, ScriptTape *tape, 
     static Run run;
     uint32_t before[SCRIPT_CACHES];
 
-    run = (Run){.world = world};
+    run = (Run){.world = world, .shape = shape};
     *ret = (ScriptEnd){.lost = false};
     MUST(shape->n_ops <= SCRIPT_OPS);
     for (uint32_t a = 0; a < 1; a++)

@@ -1,18 +1,20 @@
 #pragma once
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A toy model and a script of all that its caches can do, run while something fails (tests/lib/fault.h).  The first run, without faults, is
- * the tape; all later ones are held against it, bit for bit.
+ * A toy model, or layers of every kind without one, and a script of all that their caches can do, run while something fails
+ * (tests/lib/fault.h).  The first run, without faults, is the tape; all later ones are held against it, bit for bit.
  */
 
 #include "cache/kv-file.h"
 #include "cache/kv-migrate.h"
+#include "tests/lib/fault-layers.h"
 #include "tests/lib/fault.h"
 #include "tests/lib/model-rig.h"
 
 enum { SCRIPT_CACHES = 4, SCRIPT_TOKENS = 640, SCRIPT_VOCAB = 320, SCRIPT_OPS = 48 };
 
 typedef enum ScriptVerb {
+    SCRIPT_ENCODE,     /* a, which is empty: n tokens of encoder output, in two passes */
     SCRIPT_FORWARD,    /* cache a: n more tokens, in passes of at most max_rows */
     SCRIPT_DECODE,     /* one more token of each cache in the mask n, in one pass */
     SCRIPT_FORK,       /* a to b, which is free */
@@ -25,6 +27,7 @@ typedef enum ScriptVerb {
     SCRIPT_SAVE,       /* a to the file */
     SCRIPT_RESTORE,    /* the file to b, which is free */
     SCRIPT_MIGRATE,    /* all to the other store */
+    SCRIPT_MOVE,       /* layers: all to a new store of the other policy, and the old one goes */
     SCRIPT_CLEAR,      /* a */
     SCRIPT_DROP,       /* a */
 } ScriptVerb;
@@ -39,6 +42,8 @@ typedef struct ScriptShape {
     ModelOptions options;
     KvPolicy policy, other; /* other: where everything moves to and comes back from */
     bool has_other;
+    RandomConfig layers[2]; /* instead of all that, when there are any, and of options the rows and the deadline hold: the second differs in its
+                             * policy */
     const ScriptOp *ops;
     size_t n_ops;
 } ScriptShape;
@@ -46,7 +51,9 @@ typedef struct ScriptShape {
 typedef struct ScriptWorld {
     Gpu *gpu;
     Model *model;
+    FaultLayers *layers; /* or this */
     KvStore *store, *other;
+    uint32_t policy; /* layers: the store's */
     int fd; /* of the saved sequence */
 } ScriptWorld;
 #define SCRIPT_WORLD_NULL ((ScriptWorld){.fd = -1})

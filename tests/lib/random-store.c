@@ -13,13 +13,12 @@
 #define failed random_failed
 
 /* What the store is told of the layers; forms in @forms. */
-static void describe_layers(const Run *run, KvForm *forms, KvLayer *ret)
+static void describe_layers(const RandomConfig *c, const Reference *reference, KvForm *forms, KvLayer *ret)
 {
     static const KvLayerKind kinds[] = {
         [RANDOM_FULL] = KV_LAYER_FULL,   [RANDOM_SLIDING] = KV_LAYER_SLIDING, [RANDOM_CHUNKED] = KV_LAYER_CHUNKED,
         [RANDOM_CROSS] = KV_LAYER_CROSS, [RANDOM_SHARED] = KV_LAYER_SHARED,   [RANDOM_NONE] = KV_LAYER_NONE,
     };
-    const RandomConfig *c = &run->config;
 
     for (uint32_t l = 0; l < c->n_layers; l++) {
         const RandomLayer *layer = &c->layers[l];
@@ -31,7 +30,7 @@ static void describe_layers(const Run *run, KvForm *forms, KvLayer *ret)
             .source = layer->source,
             .shape = random_shape(c, l),
             .scale = 1.0f / sqrtf((float)random_shape(c, l).k_head_dim),
-            .inv_freq = reference_inv_freq(run->reference, l),
+            .inv_freq = reference_inv_freq(reference, l),
             .form = layer->form > 0 ? &forms[l] : NULL,
             .conv_bytes = layer->state ? CONV_BYTES : 0,
             .recurrent_bytes = layer->state ? RECURRENT_BYTES : 0,
@@ -39,9 +38,8 @@ static void describe_layers(const Run *run, KvForm *forms, KvLayer *ret)
     }
 }
 
-int random_open_store(const Run *run, KvStore **ret, ErrorDetail *reterr)
+int random_store_new(Gpu *gpu, const RandomConfig *c, const Reference *reference, KvStore **ret, ErrorDetail *reterr)
 {
-    const RandomConfig *c = &run->config;
     KvLayer layers[RANDOM_MAX_LAYERS];
     KvForm forms[RANDOM_MAX_LAYERS];
     KvPolicy policy = {
@@ -60,8 +58,8 @@ int random_open_store(const Run *run, KvStore **ret, ErrorDetail *reterr)
         .n_layers = c->n_layers,
         .layers = layers,
         .shape = random_shape(c, 0),
-        .inv_freq = reference_inv_freq(run->reference, 0),
-        .calibration = reference_calibration(run->reference),
+        .inv_freq = reference_inv_freq(reference, 0),
+        .calibration = reference_calibration(reference),
         .exact = c->exact,
         .max_rows = RANDOM_MAX_ROWS,
         .max_sequences = c->max_sequences,
@@ -72,14 +70,14 @@ int random_open_store(const Run *run, KvStore **ret, ErrorDetail *reterr)
     KvPlan plan;
     int r;
 
-    describe_layers(run, forms, layers);
+    describe_layers(c, reference, forms, layers);
     model.scale = 1.0f / sqrtf((float)model.shape.k_head_dim);
-    r = kv_store_plan(gpu_info(run->world->gpu), &model, &policy, &plan, reterr);
+    r = kv_store_plan(gpu_info(gpu), &model, &policy, &plan, reterr);
     if (r)
         return r;
     if (c->device_more_kib > 0) /* home host, copied: what is more holds a resident share */
         policy.device_budget_bytes = plan.staging_bytes + plan.tail_bytes + plan.device_page_bytes + ((uint64_t)c->device_more_kib << 10);
-    return kv_store_new(run->world->gpu, &model, &policy, ret, reterr);
+    return kv_store_new(gpu, &model, &policy, ret, reterr);
 }
 
 /* ---- moves and images --------------------------------------------------------------------------------------------------------------- */
@@ -99,7 +97,7 @@ bool random_migrate(Run *run, const RandomOp *op)
         return true;
     random_policy_vary(&run->config, op->seed, gpu_info(run->world->gpu)->unified_memory);
     same = random_config_key(&run->config) == run->config_key;
-    r = random_open_store(run, &to, &detail);
+    r = random_store_new(run->world->gpu, &run->config, run->reference, &to, &detail);
     if (r)
         return failed(run, "no store to migrate to: %d, %s", r, detail.text);
     if (kv_store_is_same(run->store, to) != same)

@@ -6,9 +6,9 @@
 #include "tests/lib/random-world.h"
 
 #define STEP_USEC       (600 * 1000 * 1000) /* PoCL compiles inside a step, on a machine that may be busy; only a hang is longer */
-#define CONV_BYTES      100 /* no multiple of anything */
-#define RECURRENT_BYTES 192
-#define MAX_STEPS       40
+#define CONV_BYTES      RANDOM_CONV_BYTES
+#define RECURRENT_BYTES RANDOM_RECURRENT_BYTES
+#define MAX_STEPS       RANDOM_MAX_STEPS
 #define N_BITS          (1u << 18) /* places of the table of outputs seen */
 
 typedef struct Bits {
@@ -103,8 +103,6 @@ bool random_run_cross(Run *run, Sequence *sequence, uint32_t seed, bool *ret_the
 
 void random_close(Sequence *sequence);
 void random_drop_image(Image *image);
-/* A store as the run's configuration says; -ENOTSUP when the cache refuses such layers. */
-int random_open_store(const Run *run, KvStore **ret, ErrorDetail *reterr);
 /* Operations. */
 bool random_migrate(Run *run, const RandomOp *op);
 bool random_save(Run *run, const RandomOp *op);

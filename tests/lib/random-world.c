@@ -494,7 +494,7 @@ bool random_world_run(RandomWorld *world, const RandomProgram *program, RandomFa
     gpu_memory_used(world->gpu, before, &total_before);
     run.reference = reference_new(&program->config);
     run.states = zeroed((size_t)RANDOM_MAX_LAYERS * RANDOM_MAX_ARGS, sizeof(States));
-    r = random_open_store(&run, &run.store, &detail);
+    r = random_store_new(world->gpu, &run.config, run.reference, &run.store, &detail);
     if (r == -ENOTSUP) {
         world->counts.unsupported++; /* refused by name */
     } else if (r) {

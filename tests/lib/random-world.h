@@ -6,7 +6,14 @@
  * layers bit for bit: whatever the policy, the chunks and the history were.
  */
 
-#include "tests/lib/random-program.h"
+#include "tests/lib/random-reference.h"
+
+#define RANDOM_CONV_BYTES      100 /* of a state; no multiple of anything */
+#define RANDOM_RECURRENT_BYTES 192
+#define RANDOM_MAX_STEPS       40 /* states that a pass may keep between its tokens */
+
+/* A store of these layers under this policy; -ENOTSUP when the cache refuses such layers. */
+int random_store_new(Gpu *gpu, const RandomConfig *config, const Reference *reference, KvStore **ret, ErrorDetail *reterr);
 
 typedef struct RandomWorld RandomWorld;
 
