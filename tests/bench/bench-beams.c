@@ -5,10 +5,12 @@
  *   beams=N (8)   prompt=N tokens of the prompt (64)   tokens=N to generate (48)   rounds=N pairs, alternating (3)
  *   parallel=N sequences of a pass (beams)   programs=FOLDER for compiled kernels   state=FOLDER for the calibration
  *
- * Rates are generated tokens by the time from the first token to the last; the search returns all its beams.
+ * Rates are generated tokens by the time from the first token to the last, and, "whole", by the time from the request to its answer; the
+ * search returns all its beams.
  */
 
 #include "daemon/engine/engine.h"
+#include "daemon/engine/mailbox.h"
 
 #include <string.h>
 #include <time.h>
@@ -50,9 +52,20 @@ static void parse(Bench *bench, char *argument)
     die(argument, &(ErrorDetail){"see the head of tests/bench/bench-beams.c"});
 }
 
-/* Runs one request to its end; returns its usage. */
-static EngineUsage run(Engine *engine, const Bench *bench, uint32_t n_beams)
+/* What requests have taken so far. */
+typedef struct Spent {
+    uint64_t decode_usec, whole_usec;
+} Spent;
+
+static double rate(const Bench *bench, uint32_t n_tokens, uint64_t usec)
 {
+    return (double)bench->n_beams * n_tokens * 1e6 / (double)usec;
+}
+
+/* Runs one request to its end. */
+static void run(Engine *engine, const Bench *bench, uint32_t n_beams, Spent *spent)
+{
+    uint64_t begin_usec = now_usec();
     const struct timespec pause = {0, 500000};
     EngineRequest request = {
         .owner = 1,
@@ -64,7 +77,6 @@ static EngineUsage run(Engine *engine, const Bench *bench, uint32_t n_beams)
                      .num_return_sequences = MIN(n_beams, (uint32_t)ENGINE_MAX_RETURN), .length_penalty = 1,
                      .early_stopping = BEAM_EARLY_NEVER},
     };
-    EngineUsage usage = {0};
     uint64_t job = 0;
     bool done = false;
 
@@ -80,12 +92,12 @@ static EngineUsage run(Engine *engine, const Bench *bench, uint32_t n_beams)
         if (event->kind == ENGINE_EVENT_FINISHED && event->job == job) {
             if (event->result != ENGINE_RESULT_DONE)
                 die("generation", &event->detail);
-            usage = event->usage;
+            spent->decode_usec += event->usage.decode_usec;
             done = true;
         }
         engine_event_free(event);
     }
-    return usage;
+    spent->whole_usec += now_usec() - begin_usec;
 }
 
 int main(int argc, char **argv)
@@ -95,6 +107,7 @@ int main(int argc, char **argv)
     EngineOptions options = {.models = &model, .n_models = 1, .watchdog_usec = 120 * UINT64_C(1000000)};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     Engine *engine;
+    Spent warm = {0};
 
     if (argc < 2)
         die("usage", &(ErrorDetail){"bench-beams FILE [KEY=VALUE …]"});
@@ -110,19 +123,19 @@ int main(int argc, char **argv)
     options.state_dir = bench.state;
     if (engine_new(&options, &engine, &detail) < 0)
         die("engine", &detail);
-    (void)run(engine, &bench, bench.n_beams); /* kernels of every shape have run once */
-    (void)run(engine, &bench, 1);
+    run(engine, &bench, bench.n_beams, &warm); /* kernels of every shape have run once */
+    run(engine, &bench, 1, &warm);
     (void)printf("[");
     for (uint32_t round = 0; round < bench.n_rounds; round++) {
-        EngineUsage beams = run(engine, &bench, bench.n_beams);
-        uint64_t usec = 0;
+        Spent beams = {0}, separate = {0};
 
+        run(engine, &bench, bench.n_beams, &beams);
         for (uint32_t i = 0; i < bench.n_beams; i++)
-            usec += run(engine, &bench, 1).decode_usec;
-        /* The first token of each sequence is before the clock starts. */
-        (void)printf("%s{\"beams_rate\": %.3f, \"separate_rate\": %.3f}", round ? ", " : "",
-                     (double)bench.n_beams * (bench.n_tokens - 1) * 1e6 / (double)beams.decode_usec,
-                     (double)bench.n_beams * (bench.n_tokens - 1) * 1e6 / (double)usec);
+            run(engine, &bench, 1, &separate);
+        /* The first token of each sequence is before the decode's clock starts. */
+        (void)printf("%s{\"beams_rate\": %.3f, \"separate_rate\": %.3f, \"beams_whole_rate\": %.3f, \"separate_whole_rate\": %.3f}",
+                     round ? ", " : "", rate(&bench, bench.n_tokens - 1, beams.decode_usec), rate(&bench, bench.n_tokens - 1, separate.decode_usec),
+                     rate(&bench, bench.n_tokens, beams.whole_usec), rate(&bench, bench.n_tokens, separate.whole_usec));
     }
     (void)printf("]\n");
     engine_free(engine);
