@@ -196,7 +196,9 @@ static void gpu_step_finish_gives_up_at_its_first_look(void **state)
     assert_true(gpu_is_lost(gpu));
     assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), -ENODEV);
     assert_int_equal(clSetUserEventStatus(user, CL_COMPLETE), CL_SUCCESS); /* lets the driver's threads go */
-    sleep_usec(20000);
+    for (int tries = 0; tries < 1000 && atomic_load(&gpu->signal->n_refs) > 1; tries++)
+        sleep_usec(10000);
+    assert_int_equal(atomic_load(&gpu->signal->n_refs), 1); /* all callbacks have come */
 }
 
 static void gpu_event_wait_reports_the_failure_of_its_event(void **state)
