@@ -67,18 +67,20 @@ static Costs solve(const Sizes *sizes, const SpeedTimes *few, const SpeedTimes *
     return costs;
 }
 
-/* What the past costs @n_layers, never less than a shorter one. */
-static void solve_depths(const SpeedDepths *depths, double chunk, uint32_t n_layers, ModelSpeed *speed)
+/* What the past costs @n_layers, never less than a shorter one.  Beside tiles that stream, of the kernels' own time: a tile that has just come
+ * may be in a cache, and is then read in less time than pages on the device. */
+static void solve_depths(const SpeedDepths *depths, bool tiles, double chunk, uint32_t n_layers, ModelSpeed *speed)
 {
+    const double *token = tiles ? depths->token_kernels : depths->token;
     double least = 0;
 
     for (uint32_t i = 0; i < depths->n; i++) {
-        least = MAX(least, slope(depths->token[0], depths->token[i], n_layers));
+        least = MAX(least, slope(token[0], token[i], n_layers));
         speed->pasts[i] = (ModelPast){depths->tokens_at[i], least};
     }
     speed->n_pasts = depths->n;
     if (depths->chunk_at > 0)
-        speed->chunk_layer_past_sec = slope(chunk, depths->chunk, (double)n_layers * depths->chunk_at);
+        speed->chunk_layer_past_sec = slope(chunk, tiles ? depths->chunk_kernels : depths->chunk, (double)n_layers * depths->chunk_at);
 }
 
 /* What a pass of @sec after @depth tokens says of the copies that it had: when they outlast kernels how fast they were, else how fast kernels
@@ -140,40 +142,34 @@ static SpeedStep streaming_step(const Probe *probe, uint32_t depth, bool chunk, 
     return step;
 }
 
-/* What streams in the probe's model, after pasts of different lengths; @parts: of the weights, too, which are then all that does at first. */
-static int measure_streaming(Probe *probe, bool parts, ErrorDetail *reterr)
+/* What passes say that had copies; @first: those at the beginning, when parts of the weights stream, which are then all that does at first. */
+static void solve_streaming(Probe *probe, const SpeedTimes *first, const SpeedDepths *depths)
 {
     ModelSpeed *speed = &probe->speed;
-    SpeedTimes first = {.token = 0};
-    SpeedDepths depths = {.n = 0};
-    int r = parts ? speed_time_beginning(&probe->zeros, &first, reterr) : 0;
 
-    if (!r)
-        r = speed_time_depths(&probe->zeros, &depths, reterr);
-    if (r)
-        return r;
-    speed->tile_rate = depths.n > 1 ? depths.copy_rates[depths.n - 1] : 0;
-    if (!parts)
+    speed->tile_rate = depths->n > 1 ? depths->copy_rates[depths->n - 1] : 0;
+    if (!first)
         speed->upload_rate = speed->tile_rate;
     else if (speed->tile_rate <= 0)
         speed->tile_rate = speed->upload_rate;
+    if (speed_probe_tiles(probe->fit))
+        solve_depths(depths, true, probe->costs.chunk + probe->costs.chunk_layer * probe->sizes.n_many, probe->sizes.n_many, speed);
     speed->n_links = speed->n_chunk_links = 0;
-    if (parts) {
-        solve_link(streaming_step(probe, 0, false, true), 0, first.token, speed->links, &speed->n_links);
-        solve_link(streaming_step(probe, 0, true, false), 0, first.chunk, speed->chunk_links, &speed->n_chunk_links);
+    if (first) {
+        solve_link(streaming_step(probe, 0, false, true), 0, first->token, speed->links, &speed->n_links);
+        solve_link(streaming_step(probe, 0, true, false), 0, first->chunk, speed->chunk_links, &speed->n_chunk_links);
     }
-    for (uint32_t i = 1; i < depths.n; i++)
-        solve_link(streaming_step(probe, depths.tokens_at[i], false, false), depths.tokens_at[i], depths.token[i], speed->links, &speed->n_links);
-    if (depths.chunk_at > 0)
-        solve_link(streaming_step(probe, depths.chunk_at, true, false), depths.chunk_at, depths.chunk, speed->chunk_links, &speed->n_chunk_links);
-    return 0;
+    for (uint32_t i = 1; i < depths->n; i++)
+        solve_link(streaming_step(probe, depths->tokens_at[i], false, false), depths->tokens_at[i], depths->token[i], speed->links, &speed->n_links);
+    if (depths->chunk_at > 0)
+        solve_link(streaming_step(probe, depths->chunk_at, true, false), depths->chunk_at, depths->chunk, speed->chunk_links, &speed->n_chunk_links);
 }
 
-/* The kernels alone, and what the cache streams if the weights do not. */
+/* The kernels alone, but for what the cache streams if the weights do not. */
 static int probe_resident(Probe *probe, ErrorDetail *reterr)
 {
     const Sizes *sizes = &probe->sizes;
-    bool tiles = speed_probe_tiles(probe->fit);
+    bool tiles = speed_probe_tiles(probe->fit), parts = probe->fit->plan.weight_streamed_bytes > 0;
     SpeedTimes times[2] = {{.token = 0}, {.token = 0}};
     SpeedDepths depths = {.n = 0};
     int r = 0;
@@ -186,18 +182,14 @@ static int probe_resident(Probe *probe, ErrorDetail *reterr)
         if (!r)
             r = speed_time_beginning(&probe->zeros, &times[many], reterr);
     }
-    if (!r && tiles)
-        r = take_store(probe, false, reterr);
-    if (!r)
-        r = speed_time_depths(&probe->zeros, &depths, reterr);
+    if (!r) /* beside parts of the weights tiles are measured with these */
+        r = speed_time_depths(&probe->zeros, tiles && parts ? 1 : MODEL_SPEED_PASTS, &depths, reterr);
     if (!r) {
         probe->costs = solve(sizes, &times[0], &times[1], depths.token[0]);
-        solve_depths(&depths, times[1].chunk, sizes->n_many, &probe->speed);
-    }
-    if (!r && tiles && probe->fit->plan.weight_streamed_bytes == 0) {
-        r = take_store(probe, true, reterr);
-        if (!r)
-            r = measure_streaming(probe, false, reterr);
+        if (!tiles)
+            solve_depths(&depths, false, times[1].chunk, sizes->n_many, &probe->speed);
+        else if (!parts)
+            solve_streaming(probe, NULL, &depths);
     }
     speed_zeros_end(&probe->zeros);
     return r;
@@ -226,6 +218,8 @@ static int begin_planned(Probe *probe, ErrorDetail *reterr)
 static int probe_parts(Probe *probe, ErrorDetail *reterr)
 {
     bool streams = probe->fit->plan.weight_streamed_bytes > 0;
+    SpeedTimes first = {.token = 0};
+    SpeedDepths depths = {.n = 0};
     int r = MODEL_E_DEVICE_MEMORY;
 
     if (!streams && probe->speed.upload_rate > 0)
@@ -241,7 +235,11 @@ static int probe_parts(Probe *probe, ErrorDetail *reterr)
     if (!r && streams)
         r = take_store(probe, speed_probe_tiles(probe->fit), reterr);
     if (!r && streams)
-        r = measure_streaming(probe, true, reterr);
+        r = speed_time_beginning(&probe->zeros, &first, reterr);
+    if (!r && streams)
+        r = speed_time_depths(&probe->zeros, MODEL_SPEED_PASTS, &depths, reterr);
+    if (!r && streams)
+        solve_streaming(probe, &first, &depths);
     speed_zeros_end(&probe->zeros);
     return r;
 }

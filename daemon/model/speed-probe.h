@@ -1,11 +1,23 @@
 #pragma once
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The measurement behind speed.h. */
+/* The measurement behind speed.h, and how it is kept. */
 
 #include "daemon/model/speed.h"
+#include "daemon/model/state-file.h"
 
 #define SPEED_PROBE_ROWS      256 /* of the chunk that is timed, at most */
 #define SPEED_PROBE_MIN_BYTES (UINT64_C(1) << 16)
+#define SPEED_KEY_BYTES       600
+
+/* One in STATE_DIR/speeds, named by a hash of its key. */
+typedef struct SpeedFile {
+    char key[SPEED_KEY_BYTES];
+    ModelSpeed speed;
+    int64_t checked;    /* seconds since the epoch: when it was measured, or found to hold */
+    uint64_t run_bytes; /* what it was measured with */
+    double token_sec;
+} SpeedFile;
+extern const StateKind SPEED_KIND;
 
 static inline uint32_t speed_probe_rows(const ModelFit *fit)
 {

@@ -135,10 +135,33 @@ static int reach(SpeedZeros *zeros, uint32_t n_tokens, ErrorDetail *reterr)
     return r;
 }
 
+/* What the device says of the passes between. */
+typedef struct Watch {
+    bool asked;
+    double begun;
+    GpuOverlap overlap;
+    double kernel_share; /* of the time that passed; 0 when the device did not say */
+} Watch;
+
+static Watch watch_begin(SpeedZeros *zeros)
+{
+    return (Watch){.asked = gpu_overlap_begin(zeros->gpu) == 0, .begun = seconds_now()};
+}
+
+static void watch_end(SpeedZeros *zeros, Watch *watch)
+{
+    double sec = seconds_now() - watch->begun;
+
+    watch->asked = watch->asked && gpu_overlap_end(zeros->gpu, &watch->overlap) == 0;
+    if (watch->asked)
+        watch->kernel_share = MIN((double)watch->overlap.kernel_usec * 1e-6 / MAX(sec, 1e-9), 1.0);
+}
+
 /* Chunks after the past, one after the other; not the first one, because kernels may differ. */
 static int time_deep_chunks(SpeedZeros *zeros, SpeedDepths *depths, ErrorDetail *reterr)
 {
     Samples samples = {.n = 0};
+    Watch watch = watch_begin(zeros);
     double seconds = 0;
     int r = 0;
 
@@ -149,25 +172,28 @@ static int time_deep_chunks(SpeedZeros *zeros, SpeedDepths *depths, ErrorDetail 
         if (i > 0)
             (void)samples_add(&samples, seconds);
     }
+    watch_end(zeros, &watch);
     depths->chunk = samples_judge(&samples);
+    depths->chunk_kernels = depths->chunk * watch.kernel_share;
     return r;
 }
 
-/* As time_tokens(); how fast what streams in meanwhile comes, too, if the device can be asked. */
+/* As time_tokens(); with what the device says of kernels and of what streams in meanwhile. */
 static int time_deep_tokens(SpeedZeros *zeros, bool first, SpeedDepths *depths, ErrorDetail *reterr)
 {
-    bool asked = gpu_overlap_begin(zeros->gpu) == 0;
-    GpuOverlap overlap = {.upload_bytes = 0};
+    Watch watch = watch_begin(zeros);
     uint32_t at = kv_cache_length(zeros->cache), n = depths->n++;
     int r = time_tokens(zeros, false, first ? PROBE_FIRST_TOKENS : 0, &depths->token[n], reterr);
 
-    if (asked && gpu_overlap_end(zeros->gpu, &overlap) == 0 && overlap.upload_usec > 0)
-        depths->copy_rates[n] = (double)overlap.upload_bytes * 1e6 / (double)overlap.upload_usec;
+    watch_end(zeros, &watch);
+    depths->token_kernels[n] = depths->token[n] * watch.kernel_share;
+    if (watch.overlap.upload_usec > 0)
+        depths->copy_rates[n] = (double)watch.overlap.upload_bytes * 1e6 / (double)watch.overlap.upload_usec;
     depths->tokens_at[n] = first ? PROBE_FIRST_TOKENS : (at + kv_cache_length(zeros->cache)) / 2;
     return r;
 }
 
-int speed_time_depths(SpeedZeros *zeros, SpeedDepths *ret, ErrorDetail *reterr)
+int speed_time_depths(SpeedZeros *zeros, uint32_t n_most, SpeedDepths *ret, ErrorDetail *reterr)
 {
     uint32_t rows = zeros->model->options.max_rows, context = zeros->model->options.context;
     /* Room for chunks and for tokens. */
@@ -178,7 +204,7 @@ int speed_time_depths(SpeedZeros *zeros, SpeedDepths *ret, ErrorDetail *reterr)
 
     if (kv_store_policy(zeros->store)->is_compatible)
         most = MIN(most, (uint32_t)PROBE_RUN_PAST);
-    for (uint32_t i = 0; i < MODEL_SPEED_PASTS && !r; i++) {
+    for (uint32_t i = 0; i < MIN(n_most, (uint32_t)MODEL_SPEED_PASTS) && !r; i++) {
         uint32_t depth = MIN(PROBE_PASTS[i], most);
 
         if (i > 0 && depth <= times.tokens_at[i - 1])

@@ -5,42 +5,32 @@
 #include "daemon/model/speed-schedule.h"
 #include "daemon/model/model-private.h"
 #include "daemon/model/nbits.h"
-#include "daemon/model/state-file.h"
 #include "quant/base/log.h"
 
 #include <string.h>
 #include <time.h>
 
 /* Weights that are run over: small models as they are; beyond the caches of most CPUs, a tenth of a second to upload. */
-#define PROBE_BYTES     (UINT64_C(128) << 20)
-#define PROBE_KEY_BYTES 600
+#define PROBE_BYTES (UINT64_C(128) << 20)
 
 /* The version counts changes of what is measured. */
-static const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 7};
+const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 8};
 
 /* Facts are of the machine as it was: other work, heat or a hypervisor change it.  After so long a token is timed again. */
 #define TRUSTED_SECONDS 60
 #define MOVED           1.15
 
-typedef struct SpeedFile {
-    char key[PROBE_KEY_BYTES];
-    ModelSpeed speed;
-    int64_t checked;    /* seconds since the epoch: when it was measured, or found to hold */
-    uint64_t run_bytes; /* what it was measured with */
-    double token_sec;
-} SpeedFile;
-
 /* ---- what it is stored by ---------------------------------------------------------------------------------------------------- */
 
 /* Everything that the facts depend on, in words. */
-static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit *fit, char ret[static PROBE_KEY_BYTES])
+static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit *fit, char ret[static SPEED_KEY_BYTES])
 {
     const ModelParams *p = &file->hparams.model;
     const WeightsMatrix *tensors = file->weights.layers[file->weights.n_layers / 2].tensors;
     const KvForm *form = &fit->policy.form;
     int n;
 
-    n = snprintf(ret, PROBE_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|%llu %u|%u %u|", info->name,
+    n = snprintf(ret, SPEED_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|%llu %u|%u %u|", info->name,
                  info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
                  p->n_vocab, p->attention.n_heads, p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim,
                  fit->options.exact, (int)form->kind, form->k_bits, form->v_bits, (int)form->centre, (int)form->rotation,
@@ -48,8 +38,8 @@ static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit 
                  (unsigned long long)fit->plan.weight_streamed_bytes, fit->plan.weight_slots, speed_probe_tiles(fit) ? fit->plan.kv.n_slots : 0,
                  speed_probe_tiles(fit) ? fit->plan.kv.tile_blocks : 0);
     for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
-        n += snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
-    (void)snprintf(ret + n, (size_t)(PROBE_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);
+        n += snprintf(ret + n, (size_t)(SPEED_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
+    (void)snprintf(ret + n, (size_t)(SPEED_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);
 }
 
 static void make_name(const char *key, char ret[static 17])

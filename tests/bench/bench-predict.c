@@ -3,7 +3,13 @@
  * bench-predict MODEL [KEY=VALUE …] CASE …: what the planner says of each case before it is loaded, then the same measured, as a JSON array
  * on standard output.
  *
- *   steps=N         decode steps that are measured at each depth (33: one of them packs a page)     prompt=N  of the prefill (512)
+ * The machine may move between the two.  A control, tokens of the same model as it is with everything on the device and nothing behind them,
+ * is therefore timed before and after the probe and before and after each measurement, which itself has two halves.  A number is steady when
+ * the four controls lie within 15 %, and the two halves; for one that is not the probe and the measurement are repeated, twice at most and
+ * while there is time for it.  What was predicted has no part in that.
+ *
+ *   steps=N         decode steps that are measured at each depth (33: one of them packs a page), at least, and for a fifth of a second
+ *   prompt=N        of the prefill (512)     repeats=SECONDS  that may be spent on repeating (0)
  *   images=FOLDER   where pasts are, one a depth and form; one that is not there is made: run with 5 and 4 bits, then coded anew, since
  *                   time does not depend on values     prepare=1  make them, and nothing else
  *   state=FOLDER, programs=FOLDER  as for bench-model
@@ -18,24 +24,20 @@
 #include "daemon/model/model-private.h"
 #include "daemon/model/speed.h"
 #include "tests/lib/bench-keys.h"
+#include "tests/lib/bench-run.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
-#define CHUNK  512u
-#define WARMUP 4u
+#define CHUNK    BENCH_MAX_ROWS
+#define STEADY   1.15
+#define ATTEMPTS 3
+#define CONTROL_TOKENS 24u /* of a sequence: none completes a page */
 
 static const uint32_t DEPTHS[] = {0, 2048, 8064};
-
-typedef struct Setup {
-    const char *path, *images, *state, *programs;
-    uint32_t n_steps, n_prompt, prepare;
-    Gpu *gpu;
-    uint64_t budget_bytes; /* of the device, when no case limits it */
-} Setup;
 
 typedef struct Case {
     const char *name;
@@ -45,29 +47,34 @@ typedef struct Case {
     KvPolicy policy;
 } Case;
 
-/* One case at work. */
-typedef struct Run {
-    Model *model;
-    KvStore *store;
-    KvCache *cache;
-    float *logits;
-    int32_t token;
-} Run;
+typedef struct Setup {
+    const char *path, *images, *state, *programs;
+    uint32_t n_steps, n_prompt, prepare, repeat_seconds;
+    Gpu *gpu;
+    uint64_t budget_bytes; /* of the device, when no case limits it */
+    double repeat_left;
+    BenchRun control; /* on a connection of its own */
+} Setup;
 
-static double now(void)
-{
-    struct timespec t;
+/* What is predicted and measured: a prefill, or decoding at a depth. */
+typedef struct Number {
+    uint32_t depth;
+    bool prefill;
+    double predicted_rate, rate;
+    double least, most; /* of its controls */
+    double halves[2];   /* seconds of a token */
+    uint32_t n_attempts; /* in which it was measured */
+} Number;
 
-    (void)clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+#define N_NUMBERS (1 + N_ELEMENTS(DEPTHS))
 
 /* ---- arguments ------------------------------------------------------------------------------------------------------------------ */
 
 static void parse_setup(Setup *setup, char *argument)
 {
     const BenchKey keys[] = {{"images", NULL, &setup->images},   {"state", NULL, &setup->state},       {"programs", NULL, &setup->programs},
-                             {"steps", &setup->n_steps, NULL}, {"prompt", &setup->n_prompt, NULL}, {"prepare", &setup->prepare, NULL}};
+                             {"steps", &setup->n_steps, NULL}, {"prompt", &setup->n_prompt, NULL}, {"prepare", &setup->prepare, NULL},
+                             {"repeats", &setup->repeat_seconds, NULL}};
 
     bench_set(keys, N_ELEMENTS(keys), argument);
 }
@@ -96,26 +103,6 @@ static void parse_case(Case *c, char *argument)
 
 /* ---- life ----------------------------------------------------------------------------------------------------------------------- */
 
-static void run_begin(const Setup *setup, Run *run, ModelFile *file, const ModelOptions *options, const KvPolicy *policy)
-{
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-
-    *run = (Run){.token = 1};
-    bench_must(model_new(setup->gpu, file, options, &run->model, &detail), "model", &detail);
-    bench_must(model_store_new(run->model, policy, &run->store, &detail), "store", &detail);
-    bench_must(kv_cache_new(run->store, &run->cache, &detail), "cache", &detail);
-    run->logits = calloc(model_file_params(file)->n_vocab, sizeof(*run->logits));
-    bench_must(run->logits ? 0 : -ENOMEM, "logits", NULL);
-}
-
-static void run_end(Run *run)
-{
-    (void)kv_cache_free(run->cache);
-    (void)kv_store_free(run->store);
-    (void)model_free(run->model);
-    free(run->logits);
-}
-
 static ModelFile *open_file(const Setup *setup)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
@@ -125,41 +112,6 @@ static ModelFile *open_file(const Setup *setup)
     return file;
 }
 
-/* ---- passes --------------------------------------------------------------------------------------------------------------------- */
-
-static double prefill(Run *run, uint32_t n_prompt, bool logits)
-{
-    uint32_t n_vocab = model_file_params(model_file(run->model))->n_vocab, at_once = model_options(run->model)->max_rows;
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    double begun = now();
-
-    for (uint32_t done = 0; done < n_prompt;) {
-        int32_t tokens[CHUNK];
-        ModelItem item = {.cache = run->cache, .tokens = tokens, .n_tokens = MIN(at_once, n_prompt - done)};
-
-        /* Spread over the vocabulary, so that embedding rows are not all in the cache. */
-        for (uint32_t i = 0; i < item.n_tokens; i++)
-            tokens[i] = (int32_t)(((done + i) * 2654435761u >> 7) % n_vocab);
-        done += item.n_tokens;
-        bench_must(model_forward(run->model, run->store, &item, 1, logits && done == n_prompt ? run->logits : NULL, &detail), "prefill", &detail);
-    }
-    return now() - begun;
-}
-
-static double step(Run *run)
-{
-    uint32_t n_vocab = model_file_params(model_file(run->model))->n_vocab, best = 0;
-    ModelItem item = {.cache = run->cache, .tokens = &run->token, .n_tokens = 1};
-    ErrorDetail detail = ERROR_DETAIL_NULL;
-    double begun = now();
-
-    bench_must(model_forward(run->model, run->store, &item, 1, run->logits, &detail), "decode", &detail);
-    for (uint32_t v = 1; v < n_vocab; v++)
-        best = run->logits[v] > run->logits[best] ? v : best;
-    run->token = (int32_t)best;
-    return now() - begun;
-}
-
 /* ---- pasts ---------------------------------------------------------------------------------------------------------------------- */
 
 static void image_path(const Setup *setup, const KvStore *store, uint32_t depth, char ret[static 4096])
@@ -167,7 +119,7 @@ static void image_path(const Setup *setup, const KvStore *store, uint32_t depth,
     (void)snprintf(ret, 4096, "%s/%u-%016" PRIx64 ".kv", setup->images, depth, kv_store_layout(store));
 }
 
-static void save(const Run *run, KvStore *store, const char *path)
+static void save(const BenchRun *run, KvStore *store, const char *path)
 {
     uint8_t digest[KV_IMAGE_DIGEST];
     ErrorDetail detail = ERROR_DETAIL_NULL;
@@ -193,11 +145,11 @@ static void prepare(const Setup *setup, int n_cases, char **cases)
     ModelOptions options = {.max_rows = CHUNK, .max_sequences = 1};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     uint32_t done = 0;
-    Run run;
+    BenchRun run;
 
-    run_begin(setup, &run, open_file(setup), &options, &policy);
+    bench_run_begin(setup->gpu, &run, open_file(setup), &options, &policy);
     for (size_t d = 1; d < N_ELEMENTS(DEPTHS); d++) {
-        (void)prefill(&run, DEPTHS[d] - done, false);
+        (void)bench_prefill(&run, DEPTHS[d] - done, false);
         done = DEPTHS[d];
         for (int i = 0; i < n_cases; i++) {
             KvStore *store = NULL;
@@ -216,10 +168,10 @@ static void prepare(const Setup *setup, int n_cases, char **cases)
             (void)kv_store_free(store);
         }
     }
-    run_end(&run);
+    bench_run_end(&run);
 }
 
-static void restore(const Setup *setup, Run *run, uint32_t depth)
+static void restore(const Setup *setup, BenchRun *run, uint32_t depth)
 {
     KvImageFacts facts = {.layout = kv_store_layout(run->store)};
     ErrorDetail detail = ERROR_DETAIL_NULL;
@@ -263,21 +215,55 @@ static void print_speed(const ModelSpeed *speed)
     (void)printf("}, ");
 }
 
-static void measure_decode(const Setup *setup, Run *run, const ModelSpeed *speed, const ModelFit *fit, uint32_t depth)
+static double control(Setup *setup)
+{
+    double halves[2];
+    uint32_t n;
+
+    return bench_decode(&setup->control, 1, CONTROL_TOKENS, &n, halves);
+}
+
+static void control_begin(Setup *setup)
+{
+    KvPolicy policy = kv_policy_preset(KV_STRATEGY_DYNAMIC, false);
+    ModelOptions options = {.max_rows = CONTROL_TOKENS, .max_sequences = 1};
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    Gpu *gpu = NULL;
+
+    bench_must(gpu_open(&(GpuOptions){.cache_dir = setup->programs}, &gpu, &detail), "device", &detail);
+    bench_run_begin(gpu, &setup->control, open_file(setup), &options, &policy);
+}
+
+static void control_end(Setup *setup)
+{
+    Gpu *gpu = setup->control.model->gpu;
+
+    bench_run_end(&setup->control);
+    gpu_free(gpu);
+}
+
+static void measure_number(const Setup *setup, BenchRun *run, const ModelSpeed *speed, const ModelFit *fit, Number *number)
 {
     ModelPrediction predicted;
+    uint32_t n_tokens;
 
-    if (depth > 0)
-        restore(setup, run, depth);
+    if (number->depth > 0)
+        restore(setup, run, number->depth);
     else
-        bench_must(kv_cache_clear(run->cache), "clear", NULL);
-    model_predict(speed, fit, depth + WARMUP + setup->n_steps / 2, &predicted);
-    (void)printf("{\"depth\": %u, \"predicted_usec\": %.1f, \"usec\": [", depth, 1e6 * predicted.token_sec);
-    for (uint32_t i = 0; i < WARMUP; i++)
-        (void)step(run);
-    for (uint32_t i = 0; i < setup->n_steps; i++)
-        (void)printf("%s%.0f", i ? ", " : "", 1e6 * step(run));
-    (void)printf("]}");
+        bench_run_clear(run);
+    if (number->prefill) {
+        model_predict(speed, fit, (setup->n_prompt - MIN(setup->n_prompt, fit->options.max_rows)) / 2, &predicted);
+        number->predicted_rate = predicted.prefill_rate;
+        for (uint32_t i = 0; i < 2; i++) {
+            number->halves[i] = bench_prefill(run, setup->n_prompt, true) / setup->n_prompt;
+            bench_run_clear(run);
+        }
+        number->rate = 2 / (number->halves[0] + number->halves[1]);
+    } else {
+        number->rate = 1 / bench_decode(run, setup->n_steps, 0, &n_tokens, number->halves);
+        model_predict(speed, fit, number->depth + n_tokens / 2, &predicted);
+        number->predicted_rate = 1 / predicted.token_sec;
+    }
 }
 
 static ModelFit plan(const Setup *setup, const ModelFile *file, const Case *c, ModelSpeed *ret_speed)
@@ -297,39 +283,118 @@ static ModelFit plan(const Setup *setup, const ModelFile *file, const Case *c, M
     return fit;
 }
 
-static void measure(const Setup *setup, char *argument)
+/* Facts of another case, or of a while ago, must not be this one's. */
+static void forget_speeds(const Setup *setup)
 {
-    uint64_t used[GPU_PURPOSE_X_MAX], total;
-    double seconds, begun = now(), probed;
-    ModelPrediction predicted;
-    ModelSpeed speed;
+    char path[4096];
+    DIR *folder;
+
+    (void)snprintf(path, sizeof(path), "%s/speeds", setup->state ? setup->state : "");
+    folder = setup->state ? opendir(path) : NULL;
+    for (const struct dirent *entry; folder && (entry = readdir(folder));)
+        if (entry->d_name[0] != '.')
+            bench_must(unlinkat(dirfd(folder), entry->d_name, 0) ? -errno : 0, entry->d_name, NULL);
+    if (folder)
+        (void)closedir(folder);
+}
+
+static bool are_close(double a, double b)
+{
+    return MAX(a, b) <= MIN(a, b) * STEADY;
+}
+
+static bool is_steady(const Number *number)
+{
+    return number->n_attempts > 0 && are_close(number->least, number->most) && are_close(number->halves[0], number->halves[1]);
+}
+
+static void add_control(Number *number, double sec)
+{
+    number->least = MIN(number->least, sec);
+    number->most = MAX(number->most, sec);
+}
+
+/* The probe, then the numbers that are not steady yet.  When the machine moved meanwhile they are measured in the @last attempt only, to have
+ * something to show. */
+static void attempt(Setup *setup, const Case *c, bool last, Number numbers[static N_NUMBERS], ModelSpeed *ret_speed, ModelFit *ret_fit,
+                    uint64_t *ret_device_bytes)
+{
+    double before = control(setup), after, least, most;
+    uint64_t used[GPU_PURPOSE_X_MAX];
     ModelFile *file = open_file(setup);
+    BenchRun run;
+
+    forget_speeds(setup);
+    *ret_fit = plan(setup, file, c, ret_speed);
+    after = control(setup);
+    least = MIN(before, after);
+    most = MAX(before, after);
+    if (!are_close(least, most) && !last) {
+        (void)model_file_free(file);
+        return;
+    }
+    bench_run_begin(setup->gpu, &run, file, &ret_fit->options, &ret_fit->policy);
+    gpu_memory_used(setup->gpu, used, ret_device_bytes);
+    (void)bench_prefill(&run, setup->n_prompt, true); /* kernels have run once before anything is measured */
+    for (size_t i = 0; i < N_NUMBERS; i++) {
+        Number *number = &numbers[i];
+
+        if (is_steady(number))
+            continue;
+        before = after;
+        measure_number(setup, &run, ret_speed, ret_fit, number);
+        after = control(setup);
+        number->least = least;
+        number->most = most;
+        add_control(number, before);
+        add_control(number, after);
+        number->n_attempts++;
+    }
+    bench_run_end(&run);
+}
+
+static bool all_steady(const Number numbers[static N_NUMBERS])
+{
+    for (size_t i = 0; i < N_NUMBERS; i++)
+        if (!is_steady(&numbers[i]))
+            return false;
+    return true;
+}
+
+static void measure(Setup *setup, char *argument)
+{
+    Number numbers[N_NUMBERS] = {{.prefill = true}};
+    uint64_t device_bytes = 0;
+    uint32_t n_attempts = 0;
+    ModelSpeed speed;
     ModelFit fit;
     Case c;
-    Run run;
 
     parse_case(&c, argument);
-    fit = plan(setup, file, &c, &speed);
-    probed = now() - begun;
-    run_begin(setup, &run, file, &fit.options, &fit.policy);
-    gpu_memory_used(setup->gpu, used, &total);
-    (void)printf("{\"name\": \"%s\", \"probe_sec\": %.1f, \"device_bytes\": %" PRIu64 ", \"planned_device_bytes\": %" PRIu64
-                 ", \"rows\": %u, \"streamed_bytes\": %" PRIu64 ", \"in_place_bytes\": %" PRIu64 ", ",
-                 c.name, probed, total, fit.plan.device_total_bytes, fit.options.max_rows, fit.plan.weight_streamed_bytes,
+    for (size_t d = 0; d < N_ELEMENTS(DEPTHS); d++)
+        numbers[1 + d].depth = DEPTHS[d];
+    for (bool last = false; !last && !all_steady(numbers); n_attempts++) {
+        double begun = bench_now();
+
+        last = n_attempts == ATTEMPTS - 1 || setup->repeat_left <= 0;
+        attempt(setup, &c, last, numbers, &speed, &fit, &device_bytes);
+        if (n_attempts > 0)
+            setup->repeat_left -= bench_now() - begun;
+    }
+    (void)printf("{\"name\": \"%s\", \"attempts\": %u, \"device_bytes\": %" PRIu64 ", \"planned_device_bytes\": %" PRIu64 ", \"rows\": %u, \"streamed_bytes\": %" PRIu64
+                 ", \"in_place_bytes\": %" PRIu64 ", ",
+                 c.name, n_attempts, device_bytes, fit.plan.device_total_bytes, fit.options.max_rows, fit.plan.weight_streamed_bytes,
                  fit.plan.weight_in_place_bytes);
     print_speed(&speed);
-    (void)prefill(&run, setup->n_prompt, true); /* kernels have run once before anything is measured */
-    bench_must(kv_cache_clear(run.cache), "clear", NULL);
-    seconds = prefill(&run, setup->n_prompt, true);
-    model_predict(&speed, &fit, (setup->n_prompt - MIN(setup->n_prompt, fit.options.max_rows)) / 2, &predicted);
-    (void)printf("\"prefill_rate\": %.2f, \"predicted_prefill_rate\": %.2f, \"decode\": [", setup->n_prompt / seconds, predicted.prefill_rate);
-    for (size_t d = 0; d < N_ELEMENTS(DEPTHS); d++) {
-        (void)printf(d ? ", " : "");
-        measure_decode(setup, &run, &speed, &fit, DEPTHS[d]);
-    }
+    (void)printf("\"numbers\": [");
+    for (size_t i = 0; i < N_NUMBERS; i++)
+        (void)printf("%s{\"depth\": %u, \"prefill\": %s, \"predicted_rate\": %.2f, \"rate\": %.2f, \"control_usec\": [%.0f, %.0f], "
+                     "\"halves_usec\": [%.1f, %.1f], \"measured\": %u, \"steady\": %s}",
+                     i ? ", " : "", numbers[i].depth, numbers[i].prefill ? "true" : "false", numbers[i].predicted_rate, numbers[i].rate,
+                     1e6 * numbers[i].least, 1e6 * numbers[i].most, 1e6 * numbers[i].halves[0], 1e6 * numbers[i].halves[1], numbers[i].n_attempts,
+                     is_steady(&numbers[i]) ? "true" : "false");
     (void)printf("]}");
     (void)fflush(stdout);
-    run_end(&run);
 }
 
 int main(int argc, char **argv)
@@ -348,12 +413,15 @@ int main(int argc, char **argv)
     if (setup.prepare) {
         prepare(&setup, argc - first, argv + first);
     } else {
+        setup.repeat_left = setup.repeat_seconds;
+        control_begin(&setup);
         (void)printf("[");
         for (int i = first; i < argc; i++) {
             (void)printf("%s", i > first ? ",\n" : "");
             measure(&setup, argv[i]);
         }
         (void)printf("]\n");
+        control_end(&setup);
     }
     gpu_free(setup.gpu);
     return EXIT_SUCCESS;
