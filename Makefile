@@ -115,14 +115,15 @@ FORCE:
 
 # ---- tests ------------------------------------------------------------------------------------------------------------------
 
-test_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/lib/*.c)))
+test_objects  := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/lib/*.c)))
+filter_object := $(BUILD)/tests/lib/filter.o
 
 # An archive, so that a program links only what it uses.
 $(BUILD)/tests/libtests.a: $(test_objects)
 	$(call say,AR,$@)
 	$(Q)rm -f $@ && ar rcs $@ $^
 
-$(BUILD)/tests/%: $(BUILD)/tests/%.o $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
+$(BUILD)/tests/%: $(BUILD)/tests/%.o $(filter_object) $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 
@@ -130,14 +131,14 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(BUILD)/tests/libtests.a $(BUILD)/libleat.
 FAKE_TESTS   := $(addprefix $(BUILD)/tests/unit/test-engine-,batch files jobs models prefixes sessions)
 fake_objects := $(patsubst %.c,$(BUILD)/%.o,$(sort $(wildcard tests/fakes/*.c)))
 
-$(FAKE_TESTS): $(BUILD)/tests/%: $(BUILD)/tests/%.o $(fake_objects) $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
+$(FAKE_TESTS): $(BUILD)/tests/%: $(BUILD)/tests/%.o $(filter_object) $(fake_objects) $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 
 # Bus tests: a harness, cases, and an engine that needs no device; the daemons that they start.
 bus_test_objects := $(patsubst %.c,$(BUILD)/%.o,$(filter-out tests/bus/test-%,$(sort $(wildcard tests/bus/*.c))))
 
-$(BUS_TESTS): $(BUILD)/tests/bus/test-%: $(BUILD)/tests/bus/test-%.o $(bus_test_objects) $(bus_objects) $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
+$(BUS_TESTS): $(BUILD)/tests/bus/test-%: $(BUILD)/tests/bus/test-%.o $(filter_object) $(bus_test_objects) $(bus_objects) $(BUILD)/tests/libtests.a $(BUILD)/libleat.a
 	$(call say,LINK,$@)
 	$(Q)$(CC) $(ALL_LDFLAGS) -o $@ $^ -lcmocka $(LIBS)
 

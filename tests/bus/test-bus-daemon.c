@@ -87,6 +87,5 @@ int main(int argc, char **argv)
 
     if (case_client(argc, argv) >= 0)
         return 0;
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests_name("bus-daemon", tests, harness_setup_real, harness_teardown);
 }

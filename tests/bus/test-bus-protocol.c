@@ -620,6 +620,5 @@ int main(int argc, char **argv)
 
     if (case_client(argc, argv) >= 0)
         return 0;
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests_name("bus-protocol", tests, harness_setup_fake, harness_teardown);
 }

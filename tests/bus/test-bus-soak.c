@@ -411,6 +411,5 @@ int main(int argc, char **argv)
 
     if (r >= 0)
         return r;
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests_name("bus-soak", tests, setup, harness_teardown);
 }

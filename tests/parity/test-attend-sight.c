@@ -279,6 +279,5 @@ int main(void)
         cmocka_unit_test(wrong_sights_are_refused_by_name),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

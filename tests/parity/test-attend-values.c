@@ -297,6 +297,5 @@ int main(void)
         cmocka_unit_test(fp8_and_what_is_not_coded),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

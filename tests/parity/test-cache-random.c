@@ -314,6 +314,5 @@ int main(void)
         cmocka_unit_test(random_programs_agree_with_the_reference_and_with_each_other),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -291,6 +291,5 @@ int main(void)
         cmocka_unit_test(row_12_a_live_cache_migrates_and_goes_on_with_the_same_bits),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -255,6 +255,5 @@ int main(void)
         cmocka_unit_test(the_ladder_knows_that_there_is_no_ring_and_no_home_to_give_up),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, NULL);
 }

@@ -240,6 +240,5 @@ int main(void)
         cmocka_unit_test(the_longest_beginning_is_gone_on_from),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, NULL);
 }

@@ -229,6 +229,5 @@ int main(void)
         cmocka_unit_test(row_13_1_quanto_and_hqq_say_what_full_precision_says_and_something_is_quantised),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, NULL);
 }

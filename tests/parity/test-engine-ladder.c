@@ -211,6 +211,5 @@ int main(void)
         cmocka_unit_test(caches_that_outgrow_the_device_go_on_in_host_memory),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -259,6 +259,5 @@ int main(void)
         cmocka_unit_test(a_record_that_does_not_add_up_is_refused),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -825,6 +825,5 @@ int main(void)
     };
 
     printf("seed %u\n", SEED);
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -321,6 +321,5 @@ int main(void)
         cmocka_unit_test(smollm2_is_given_about_five_bits),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -124,6 +124,5 @@ int main(void)
         cmocka_unit_test(every_exact_strategy_gives_the_bits_of_dynamic),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -200,6 +200,5 @@ int main(void)
         cmocka_unit_test(the_default_stays_close_to_exact),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -169,6 +169,5 @@ int main(void)
         cmocka_unit_test(facts_are_believed_whatever_their_age_when_the_device_is_not_to_be_taken),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

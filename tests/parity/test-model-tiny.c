@@ -432,6 +432,5 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_flipped_bit_in_the_calibration_is_seen, setup_folder, teardown_folder),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -352,6 +352,5 @@ int main(int argc, char **argv)
 
     if (sim_rig_is_scenario(argc, argv, scenarios, sizeof(scenarios) / sizeof(*scenarios)))
         return EXIT_SUCCESS;
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -337,6 +337,5 @@ int main(void)
         cmocka_unit_test(keys_of_one_meaning_are_known_as_such),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

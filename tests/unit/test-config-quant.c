@@ -442,6 +442,5 @@ int main(void)
         cmocka_unit_test(compatibility_has_transformers_defaults_and_ranges),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

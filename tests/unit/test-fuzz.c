@@ -374,6 +374,5 @@ int main(void)
         cmocka_unit_test(templates),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -434,6 +434,5 @@ int main(void)
         cmocka_unit_test_setup_teardown(keys_stay_readable_when_the_file_is_shortened_later, setup_folder, teardown_folder),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

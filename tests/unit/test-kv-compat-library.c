@@ -293,6 +293,5 @@ int main(void)
         cmocka_unit_test(layers_and_masks_do_what_the_library_did),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -566,6 +566,5 @@ int main(void)
         cmocka_unit_test(row_13_1_mha_gqa_and_mqa_store_key_value_heads),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -224,6 +224,5 @@ int main(void)
         cmocka_unit_test(of_layers_that_share_one_past_the_last_is_marked),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -469,6 +469,5 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_choice_of_explicit_bits_is_left_alone, setup, teardown),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -175,6 +175,5 @@ int main(void)
         cmocka_unit_test_setup_teardown(what_nobody_used_for_long_is_removed_when_another_is_made, setup, teardown),
     };
 
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
