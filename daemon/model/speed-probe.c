@@ -118,6 +118,45 @@ static int begin(Probe *probe, uint32_t n_layers, ModelWeights weights, ErrorDet
     return speed_zeros_begin(&probe->zeros, probe->file, probe->fit, n_layers, probe->sizes.head_bytes, weights, reterr);
 }
 
+/* Weights of @n_layers as the plan has them: the same share on the device, the rest streams or is read in place. */
+static ModelWeights planned_weights(const Probe *probe, uint32_t n_layers)
+{
+    const Weights *from = &probe->file->weights;
+    double run = (double)probe->sizes.head_bytes + span_bytes(from, 0, n_layers + 1);
+    double whole = (double)from->blocks[from->output.block].bytes + span_bytes(from, 0, weights_n_spans(from));
+    ModelWeights weights = probe->fit->options.weights;
+
+    weights.transfer = probe->fit->plan.weight_in_place_bytes > 0 ? KV_TRANSFER_ZERO_COPY : KV_TRANSFER_COPY;
+    weights.budget_bytes = (uint64_t)((double)weights.budget_bytes * MIN(run / whole, 1.0));
+    weights.max_layers = (uint32_t)((uint64_t)weights.max_layers * n_layers / from->n_layers);
+    return weights;
+}
+
+/* All weights on the device, but those that the plan has read in place. */
+static int begin_resident(Probe *probe, uint32_t n_layers, ErrorDetail *reterr)
+{
+    int r = MODEL_E_DEVICE_MEMORY;
+
+    if (probe->fit->plan.weight_in_place_bytes > 0 && probe->fit->plan.weight_streamed_bytes == 0)
+        r = begin(probe, n_layers, planned_weights(probe, n_layers), reterr);
+    if (r == MODEL_E_DEVICE_MEMORY) {
+        speed_zeros_end(&probe->zeros);
+        r = begin(probe, n_layers, weights_of_layers(UINT32_MAX), reterr);
+    }
+    return r;
+}
+
+/* Parts as the plan streams them; MODEL_E_DEVICE_MEMORY when the share of the device is too little for what is run. */
+static int begin_planned(Probe *probe, ErrorDetail *reterr)
+{
+    uint32_t n_layers = probe->sizes.n_many;
+    int r = begin(probe, n_layers, planned_weights(probe, n_layers), reterr);
+
+    if (!r && probe->zeros.model->weights.placement.streamed_bytes == 0)
+        r = MODEL_E_DEVICE_MEMORY; /* rounding left nothing to copy */
+    return r;
+}
+
 static int take_store(Probe *probe, bool tiles, ErrorDetail *reterr)
 {
     return speed_zeros_store(&probe->zeros, probe->fit, tiles, SPEED_TIME_TOKENS, reterr);
@@ -176,7 +215,7 @@ static int probe_resident(Probe *probe, ErrorDetail *reterr)
 
     for (int many = sizes->n_few > 0 ? 0 : 1; many < 2 && !r; many++) {
         speed_zeros_end(&probe->zeros);
-        r = begin(probe, many ? sizes->n_many : sizes->n_few, weights_of_layers(UINT32_MAX), reterr);
+        r = begin_resident(probe, many ? sizes->n_many : sizes->n_few, reterr);
         if (!r)
             r = take_store(probe, tiles, reterr);
         if (!r)
@@ -192,25 +231,6 @@ static int probe_resident(Probe *probe, ErrorDetail *reterr)
             solve_streaming(probe, NULL, &depths);
     }
     speed_zeros_end(&probe->zeros);
-    return r;
-}
-
-/* Parts as the plan streams them, with the same share of the device; MODEL_E_DEVICE_MEMORY when that is too little for what is run. */
-static int begin_planned(Probe *probe, ErrorDetail *reterr)
-{
-    const Weights *from = &probe->file->weights;
-    const Sizes *sizes = &probe->sizes;
-    double run = (double)sizes->head_bytes + span_bytes(from, 0, sizes->n_many + 1);
-    double whole = (double)from->blocks[from->output.block].bytes + span_bytes(from, 0, weights_n_spans(from));
-    ModelWeights weights = probe->fit->options.weights;
-    int r;
-
-    weights.transfer = KV_TRANSFER_COPY;
-    weights.budget_bytes = (uint64_t)((double)weights.budget_bytes * MIN(run / whole, 1.0));
-    weights.max_layers = (uint32_t)((uint64_t)weights.max_layers * sizes->n_many / from->n_layers);
-    r = begin(probe, sizes->n_many, weights, reterr);
-    if (!r && probe->zeros.model->weights.placement.streamed_bytes == 0)
-        r = MODEL_E_DEVICE_MEMORY; /* rounding left nothing to copy */
     return r;
 }
 
@@ -279,7 +299,7 @@ int speed_probe_again(Gpu *gpu, const ModelFile *file, const ModelFit *fit, uint
     int r = probe_begin(&probe, bytes, reterr);
 
     if (!r)
-        r = begin(&probe, probe.sizes.n_many, weights_of_layers(UINT32_MAX), reterr);
+        r = begin_resident(&probe, probe.sizes.n_many, reterr);
     if (!r)
         r = take_store(&probe, speed_probe_tiles(fit), reterr);
     if (!r)

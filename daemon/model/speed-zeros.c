@@ -4,6 +4,7 @@
 #include "daemon/model/speed-zeros.h"
 
 #include <string.h>
+#include <sys/mman.h>
 
 /* The same tensors in fewer layers, the head with fewer rows; nothing of @file is copied but places. */
 static int cut_weights(const ModelFile *file, uint32_t n_layers, uint64_t head_bytes, Weights *ret)
@@ -69,6 +70,9 @@ static int new_model(SpeedZeros *probe, const ModelFile *file, const ModelOption
     r = weights_new_image(&zeros->weights, reterr);
     if (r)
         return r;
+    /* Where the device reads them in place, or copies come from: a file's pages are small ones. */
+    if (file->weights.mapped)
+        (void)madvise(zeros->weights.mapping, zeros->weights.mapping_bytes, MADV_NOHUGEPAGE);
     /* Pages of their own: the system's one page of zeros would be copied from the nearest cache. */
     memset(zeros->weights.image, 0, zeros->weights.image_bytes);
     r = model_new(probe->gpu, zeros, options, &probe->model, reterr);

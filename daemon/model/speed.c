@@ -14,7 +14,7 @@
 #define PROBE_BYTES (UINT64_C(128) << 20)
 
 /* The version counts changes of what is measured. */
-const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 8};
+const StateKind SPEED_KIND = {"speeds", {'L', 'E', 'A', 'T', 'S', 'P', 'E', 'D'}, 9};
 
 /* Facts are of the machine as it was: other work, heat or a hypervisor change it.  After so long a token is timed again. */
 #define TRUSTED_SECONDS 60
@@ -30,13 +30,13 @@ static void make_key(const GpuInfo *info, const ModelFile *file, const ModelFit 
     const KvForm *form = &fit->policy.form;
     int n;
 
-    n = snprintf(ret, SPEED_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|%llu %u|%u %u|", info->name,
-                 info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
+    n = snprintf(ret, SPEED_KEY_BYTES, "%s|%s|%s|%s|%d|%u|%u %u %u %u %u %u %u %u|%d|%d %u %u %d %d %d %d %u %u %u|%d|%u|%llu %llu %u|%u %u|",
+                 info->name, info->driver, info->platform, info->opencl_c, (int)info->simd, info->compute_units, p->n_layers, p->n_embd, p->n_ff,
                  p->n_vocab, p->attention.n_heads, p->attention.n_kv_heads, p->attention.k_head_dim, p->attention.v_head_dim,
                  fit->options.exact, (int)form->kind, form->k_bits, form->v_bits, (int)form->centre, (int)form->rotation,
-                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit), speed_probe_rows(fit),
-                 (unsigned long long)fit->plan.weight_streamed_bytes, fit->plan.weight_slots, speed_probe_tiles(fit) ? fit->plan.kv.n_slots : 0,
-                 speed_probe_tiles(fit) ? fit->plan.kv.tile_blocks : 0);
+                 (int)form->levels, form->pair_scale, form->group_dims, form->sink_tokens, form->tail_tokens, (int)speed_probe_home(fit),
+                 speed_probe_rows(fit), (unsigned long long)fit->plan.weight_streamed_bytes, (unsigned long long)fit->plan.weight_in_place_bytes,
+                 fit->plan.weight_slots, speed_probe_tiles(fit) ? fit->plan.kv.n_slots : 0, speed_probe_tiles(fit) ? fit->plan.kv.tile_blocks : 0);
     for (WeightsTensor i = 0; i < WEIGHTS_TENSOR_X_MAX; i++)
         n += snprintf(ret + n, (size_t)(SPEED_KEY_BYTES - n), "%s ", tensors[i].tensor->type->name);
     (void)snprintf(ret + n, (size_t)(SPEED_KEY_BYTES - n), "%s", file->weights.output.tensor->type->name);

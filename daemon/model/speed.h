@@ -5,15 +5,15 @@
  *
  * The probe runs the real forward pass over a model of the same shape and weight types with weights of zero: as many layers as fit into some
  * bytes (when these are not all, a few and many, so that what a layer costs and what does not grow with the layers come apart), one row and a
- * chunk of rows, after nothing and after pasts of different lengths, which lie where kernels read them.  What the plan streams, tiles of the
- * cache, parts of the weights or both, streams in the same way meanwhile.  What the past costs the kernels is then their own time, as the
- * device says; what the passes took beyond says what copies and kernels lose beside each other.  What streams is predicted by the schedule
- * that the rings make (speed-schedule.h), with these losses.
+ * chunk of rows, after nothing and after pasts of different lengths.  Pasts lie where kernels read them, weights that the plan has read in
+ * place are so read.  What the plan streams, tiles of the cache, parts of the weights or both, streams in the same way meanwhile.  What the
+ * past costs the kernels is then their own time, as the device says; what the passes took beyond says what copies and kernels lose beside each
+ * other.  What streams is predicted by the schedule that the rings make (speed-schedule.h), with these losses.
  * Four to seven seconds on devices that we know.
  *
- * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute, form of the cache, where kernels read it, what streams and how,
- * and rows of a pass; another driver measures anew.  They are of the machine as it was: when they are older than a minute a token is timed
- * again, a third of a second, and when that has moved by more than 15 % everything is.
+ * Facts are kept in STATE_DIR/speeds by device, driver, shape, types, compute, form of the cache, where kernels read it, which weights are
+ * read in place, what streams and how, and rows of a pass; another driver measures anew.  They are of the machine as it was: when they are
+ * older than a minute a token is timed again, a third of a second, and when that has moved by more than 15 % everything is.
  */
 
 #include "daemon/model/model.h"
