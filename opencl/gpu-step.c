@@ -107,12 +107,16 @@ int gpu_wait_until(Gpu *gpu, cl_event event, uint64_t deadline_usec)
         return r;
     }
     gpu->n_expected++; /* only now: a call that fails has already let the device settle, with waits of its own */
-    /* Not every implementation ends a command that waits for one that fails: the failure is looked for. */
+    /* Not every implementation ends a command that waits for one that fails, or calls back for it: the failure is looked for, and after
+     * it posts no longer count. */
     for (uint64_t now_usec = gpu_now_usec(); now_usec < deadline_usec; now_usec = gpu_now_usec()) {
         if (signal_wait(gpu->signal, gpu->n_expected, MIN(deadline_usec, now_usec + LOOK_USEC)))
             return 0;
         if (!gpu_is_lost(gpu) && gpu_sweep(gpu, NULL))
             return error_origin(-EIO);
+        r = event_is_done(gpu, event, &done);
+        if (r || done)
+            return r;
     }
     gpu->hung = true;
     gpu_lose(gpu, "a command did not complete before its deadline");

@@ -136,32 +136,36 @@ static void gpu_step_finish_finds_the_one_command_that_failed(void **state)
     assert_int_equal(total, 4096);
 }
 
-static void *fail_later(void *userdata)
+static void *fail_then_go_on(void *userdata)
 {
+    const cl_event *events = userdata;
+
     sleep_usec(50000);
-    (void)clSetUserEventStatus(userdata, CL_OUT_OF_RESOURCES);
+    (void)clSetUserEventStatus(events[0], CL_OUT_OF_RESOURCES);
+    (void)clSetUserEventStatus(events[1], CL_COMPLETE);
     return NULL;
 }
 
-/* Of a long step most is looked at while its end runs: a copy that was fine by then fails, and with it the last command. */
+/* Of a long step most is looked at while its end runs: a copy that was fine by then fails before the last command ends. */
 static void gpu_step_finish_finds_what_fails_after_its_first_look(void **state)
 {
     enum { N_COMMANDS = 200 };
     Gpu *gpu = *state;
     _cleanup_(gpu_buffer_freep) GpuBuffer *buffer = NULL;
-    _cleanup_(gpu_event_unrefp) GpuEvent *failed = NULL;
+    _cleanup_(gpu_event_unrefp) GpuEvent *failed = NULL, *held = NULL;
     ErrorDetail detail = ERROR_DETAIL_NULL;
     const uint32_t value = 42;
+    cl_event users[2];
     pthread_t thread;
-    cl_event user;
 
     assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, 4096, &buffer, NULL), 0);
     assert_int_equal(gpu_step_begin(gpu), 0);
-    user = fake_command(gpu, GPU_QUEUE_UPLOAD, "the late culprit", &failed);
+    users[0] = fake_command(gpu, GPU_QUEUE_UPLOAD, "the late culprit", &failed);
+    users[1] = fake_command(gpu, GPU_QUEUE_DOWNLOAD, "held", &held);
     for (int i = 0; i < N_COMMANDS; i++)
         assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
-    assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, &value, sizeof(value), (GpuWait){&failed, 1}, "last", NULL), 0);
-    assert_int_equal(pthread_create(&thread, NULL, fail_later, user), 0);
+    assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, &value, sizeof(value), (GpuWait){&held, 1}, "last", NULL), 0);
+    assert_int_equal(pthread_create(&thread, NULL, fail_then_go_on, users), 0);
     assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), GPU_E_LOST);
     assert_int_equal(pthread_join(thread, NULL), 0);
     print_message("%s\n", detail.text);
@@ -171,6 +175,29 @@ static void gpu_step_finish_finds_what_fails_after_its_first_look(void **state)
     assert_in_range(gpu->n_pending, 2, N_COMMANDS / 4);
     assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), -ENODEV);
     assert_int_equal(gpu_event_status(failed), -EIO);
+}
+
+/* PoCL never calls back for a command that waits for one that fails; those that end later are not taken for hung. */
+static void gpu_wait_needs_no_callback_of_an_earlier_wait(void **state)
+{
+    Gpu *gpu = *state;
+    _cleanup_(gpu_buffer_freep) GpuBuffer *buffer = NULL;
+    _cleanup_(gpu_event_unrefp) GpuEvent *held = NULL, *last = NULL;
+    const uint32_t value = 42;
+    cl_event users[2];
+    pthread_t thread;
+
+    assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, 4096, &buffer, NULL), 0);
+    gpu->n_expected++; /* of the one that does not come */
+    users[0] = fake_command(gpu, GPU_QUEUE_UPLOAD, "fails", NULL);
+    users[1] = fake_command(gpu, GPU_QUEUE_DOWNLOAD, "held", &held);
+    assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, &value, sizeof(value), (GpuWait){&held, 1}, "last", &last), 0);
+    gpu_lose(gpu, "a case of this test");
+    assert_int_equal(pthread_create(&thread, NULL, fail_then_go_on, users), 0);
+    gpu_settle(gpu);
+    assert_int_equal(pthread_join(thread, NULL), 0);
+    assert_false(gpu_is_hung(gpu));
+    assert_int_equal(gpu_event_status(last), 1);
 }
 
 /* A long step whose first part does not end either is given up at the same deadline as a short one. */
@@ -347,6 +374,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(gpu_step_finish_finds_the_one_command_that_failed, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_step_finish_finds_what_fails_after_its_first_look, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_step_finish_gives_up_at_its_first_look, setup, teardown),
+        cmocka_unit_test_setup_teardown(gpu_wait_needs_no_callback_of_an_earlier_wait, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_event_wait_reports_the_failure_of_its_event, setup, teardown),
         cmocka_unit_test_setup_teardown(gpu_step_finish_gives_up_at_its_deadline_without_spinning, setup, teardown),
         cmocka_unit_test(gpu_free_after_a_hang_does_not_wait),
