@@ -49,10 +49,11 @@ int kv_compat_pair_copy(const KvCompatPair *pair, KvCompatPair **ret, ErrorDetai
 
     if (r == 0)
         r = kv_compat_copy(pair->cross, &cross, reterr);
-    if (r == 0)
-        r = kv_compat_pair_new(self, cross, ret);
     if (r != 0)
         return r;
+    r = kv_compat_pair_new(self, cross, ret);
+    if (r != 0)
+        return error_detail_set(reterr, error_trace(r), "no memory for a copy");
     self = cross = NULL;
     return 0;
 }
