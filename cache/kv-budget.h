@@ -14,7 +14,6 @@ struct KvBudget {
     uint64_t limit_bytes; /* 0: none */
     uint64_t used_bytes;
     KvBudget *shared; /* charged as well; has none above it; borrowed; NULL: none */
-    bool was_short;   /* of a shared one: it refused something; for who clears it */
     bool (*reclaim)(void *userdata); /* gives something up (the oldest checkpoint); false when nothing is left; may be NULL */
     void *userdata;
 };
@@ -34,6 +33,12 @@ static inline const KvBudget *kv_budget_tightest(const KvBudget *budget)
     return shared && kv_budget_own_left(shared) < kv_budget_own_left(budget) ? shared : budget;
 }
 
+/* After a refusal: whether those who share a budget can make room, for it leaves no more than the own one. */
+static inline bool kv_budget_others_can_help(const KvBudget *budget)
+{
+    return budget->shared && kv_budget_own_left(budget->shared) <= kv_budget_own_left(budget);
+}
+
 /* How much could be taken without a reclaim. */
 static inline uint64_t kv_budget_left(const KvBudget *budget)
 {
@@ -48,11 +53,8 @@ static inline bool kv_budget_could_hold(const KvBudget *budget, uint64_t bytes)
 static inline bool kv_budget_take(KvBudget *budget, uint64_t bytes)
 {
     while (bytes > kv_budget_left(budget))
-        if (!kv_budget_could_hold(budget, bytes) || !budget->reclaim || !budget->reclaim(budget->userdata)) {
-            if (budget->shared && bytes > kv_budget_own_left(budget->shared))
-                budget->shared->was_short = true;
+        if (!kv_budget_could_hold(budget, bytes) || !budget->reclaim || !budget->reclaim(budget->userdata))
             return false;
-        }
     budget->used_bytes += bytes;
     if (budget->shared)
         budget->shared->used_bytes += bytes;

@@ -423,3 +423,8 @@ const KvPolicy *kv_store_policy(const KvStore *store)
 {
     return &store->sizes.policy;
 }
+
+bool kv_store_others_can_help(const KvStore *store)
+{
+    return kv_budget_others_can_help(&store->host_budget);
+}

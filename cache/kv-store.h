@@ -150,6 +150,8 @@ int kv_store_new(Gpu *gpu, const KvModel *model, const KvPolicy *policy, KvStore
 KvStore *kv_store_free(KvStore *store);
 DEFINE_CLEANUP(KvStore, kv_store_free)
 const KvPolicy *kv_store_policy(const KvStore *store); /* with every automatic value filled in */
+/* After KV_E_HOST_MEMORY: whether caches of other stores can make room, too, for what they share leaves no more than the store's own budget. */
+bool kv_store_others_can_help(const KvStore *store);
 
 /* Bytes before anything is allocated, for the planner; equal what the allocator shows after kv_store_new() (host home: arenas
  * that are read in place are not device memory). */

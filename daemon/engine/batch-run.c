@@ -150,7 +150,7 @@ static EngineResult warm_one(Engine *engine, Job *job, BatchPrompt *prompt, Batc
         return ENGINE_RESULT_DONE;
     do
         r = kv_cache_new(batch->store->store, &sequence->cache, reterr);
-    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, batch->store, job));
+    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, batch->store, r == KV_E_HOST_MEMORY, job));
     return result_from_kv(r);
 }
 
@@ -261,7 +261,8 @@ static int forward(Engine *engine, Job *job, BatchPass *pass, bool *ret_again, E
             slot_time_pass(slot, pass->n_rows, now_usec() - begun_usec);
         if (r != MODEL_E_DEVICE_MEMORY && r != MODEL_E_HOST_MEMORY)
             return r;
-        if (sessions_evict_one(engine, store, job) || (r == MODEL_E_DEVICE_MEMORY && sessions_evict_one(engine, NULL, job)))
+        if (sessions_evict_one(engine, store, r == MODEL_E_HOST_MEMORY, job) ||
+            (r == MODEL_E_DEVICE_MEMORY && sessions_evict_one(engine, NULL, false, job)))
             continue;
         if (r == MODEL_E_DEVICE_MEMORY && ladder_for_pass(engine, slot, store)) {
             *ret_again = true;

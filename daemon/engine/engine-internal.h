@@ -106,9 +106,9 @@ void sessions_close_slot(Engine *engine, const ModelSlot *slot);
 /* Forgets every cache of a store, or of all stores of a slot. */
 void sessions_drop_caches(Engine *engine, const ModelSlot *slot, const StoreSlot *store);
 /* Takes the cache of whoever needs it least: an idle session or a kept prefix, whichever was used longest ago, then a job of a lower class than
- * @claimant that is not in the pass.  Of @store only, unless NULL; of all that keep pages in host memory when that of all caches was what
- * had run short.  False: nobody. */
-bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant);
+ * @claimant that is not in the pass.  Of @store only, unless NULL; when @host memory is what has run short, and not for this store alone, of all
+ * that keep pages there.  False: nobody. */
+bool sessions_evict_one(Engine *engine, const StoreSlot *store, bool host, const Job *claimant);
 /* Compatibility mode: what was given up in the middle of a generation is not run again. */
 EngineResult sessions_refuse_rerun(ErrorDetail *reterr);
 /* Whether another active job of the same model holds caches: then waiting may help. */

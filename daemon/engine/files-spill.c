@@ -127,7 +127,7 @@ static void fetched(Engine *engine, FileTask *task, Session *session)
         return;
     do
         r = kv_restore(store->store, task->image, &cache, NULL);
-    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, NULL));
+    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, r == KV_E_HOST_MEMORY, NULL));
     if (r)
         return;
     keep = MIN(session_common_prefix(session, ids, bytes / sizeof(int32_t)), (size_t)kv_cache_length(cache));

@@ -135,6 +135,18 @@ static bool refuse_busy(Engine *engine, Query *query, const Session *session)
     return true;
 }
 
+/* It is handled again when the model has been loaded, or answered when that fails. */
+static void wait_for_slot(Engine *engine, Query *query, ModelSlot *slot)
+{
+    Query **last;
+
+    for (last = &slot->restores; *last; last = &(*last)->next)
+        continue;
+    query->next = NULL;
+    *last = query;
+    slot_want_loaded(engine, slot);
+}
+
 /* ---- save -------------------------------------------------------------------------------------------------------------------- */
 
 void files_save(Engine *engine, Query *query, Session *session)
@@ -146,9 +158,13 @@ void files_save(Engine *engine, Query *query, Session *session)
 
     if (refuse_busy(engine, query, session))
         return;
-    if (session->ids.n == 0 || digest_from_hex(session->slot->facts.digest, model) < 0) {
-        (void)error_detail_set(&detail, -EINVAL, "session %llu is empty: there is nothing to save", (unsigned long long)session->id);
-        query_answer(engine, query, ENGINE_RESULT_INVALID_ARGS, &detail);
+    if (digest_from_hex(session->slot->facts.digest, model) < 0) {
+        if (!slot_is_ready(session->slot)) { /* it was never loaded, so the session is empty */
+            wait_for_slot(engine, query, session->slot);
+            return;
+        }
+        (void)error_detail_set(&detail, -EBADMSG, "the model of session %llu has no digest", (unsigned long long)session->id);
+        query_answer(engine, query, ENGINE_RESULT_FAILED, &detail);
         return;
     }
     task = file_task_new(FILE_TASK_SAVE, session, session->store);
@@ -161,7 +177,7 @@ void files_save(Engine *engine, Query *query, Session *session)
         file_task_post(engine, task);
         return;
     }
-    r = kv_save_begin(session->cache, model, session->ids.ids, session->ids.n * sizeof(int32_t), &task->save, &detail);
+    r = kv_save_begin(session_cached(session) > 0 ? session->cache : NULL, model, session->ids.ids, session->ids.n * sizeof(int32_t), &task->save, &detail);
     if (r) {
         query_answer(engine, query, result_from_kv(r), &detail);
         file_task_free(task);
@@ -214,20 +230,12 @@ static void start_restore(Engine *engine, Query *query, Session *session)
 
 void files_restore(Engine *engine, Query *query, Session *session)
 {
-    ModelSlot *slot = session->slot;
-    Query **last;
-
     if (refuse_busy(engine, query, session))
         return;
-    if (slot_is_ready(slot)) {
+    if (slot_is_ready(session->slot))
         start_restore(engine, query, session);
-        return;
-    }
-    for (last = &slot->restores; *last; last = &(*last)->next)
-        continue;
-    query->next = NULL;
-    *last = query;
-    slot_want_loaded(engine, slot);
+    else
+        wait_for_slot(engine, query, session->slot);
 }
 
 void files_slot_ready(Engine *engine, ModelSlot *slot, EngineResult result, const ErrorDetail *detail)
@@ -246,7 +254,7 @@ void files_slot_ready(Engine *engine, ModelSlot *slot, EngineResult result, cons
     }
 }
 
-/* The ids that came with the image, checked. */
+/* The ids that came with the image, checked; none of a session that was empty. */
 static int take_ids(const FileTask *task, const Session *session, TokenList *ids, ErrorDetail *reterr)
 {
     uint32_t n_vocab = model_file_params(slot_file(session->slot))->n_vocab;
@@ -254,7 +262,7 @@ static int take_ids(const FileTask *task, const Session *session, TokenList *ids
     const int32_t *from = kv_image_extra(task->image, &bytes);
 
     n = bytes / sizeof(int32_t);
-    if (n == 0 || bytes % sizeof(int32_t) != 0 || n < task->image->facts.n_tokens)
+    if (bytes % sizeof(int32_t) != 0 || n < task->image->facts.n_tokens)
         return error_detail_set(reterr, -EBADMSG, "the file: %zu bytes of token ids for %u cached tokens", bytes,
                                 task->image->facts.n_tokens);
     if (n > slot_context(session->slot, &session->policy))
@@ -282,7 +290,7 @@ static int restore_session(Engine *engine, FileTask *task, Session *session, Err
     if (task->image->facts.n_tokens > 0) {
         do
             r = kv_restore(store->store, task->image, &cache, reterr);
-        while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, NULL));
+        while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, r == KV_E_HOST_MEMORY, NULL));
         if (r)
             return r;
         (void)kv_cache_checkpoint(cache); /* a place for the next turn to come back to; without it that turn runs a little more */

@@ -201,8 +201,8 @@ static int forward(Engine *engine, Pass *pass, bool *ret_again, ErrorDetail *ret
             slot_time_pass(first->slot, n_rows_of(pass), now_usec() - begun_usec);
         if (r != MODEL_E_DEVICE_MEMORY && r != MODEL_E_HOST_MEMORY)
             return r;
-        if (sessions_evict_one(engine, first->session->store, first) ||
-            (r == MODEL_E_DEVICE_MEMORY && sessions_evict_one(engine, NULL, first))) {
+        if (sessions_evict_one(engine, first->session->store, r == MODEL_E_HOST_MEMORY, first) ||
+            (r == MODEL_E_DEVICE_MEMORY && sessions_evict_one(engine, NULL, false, first))) {
             refresh_items(pass);
             continue;
         }

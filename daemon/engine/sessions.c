@@ -111,13 +111,12 @@ static bool drop_oldest_prefix(Engine *engine, const Claim *claim, uint64_t befo
     return oldest && prefixes_drop_oldest(oldest);
 }
 
-bool sessions_evict_one(Engine *engine, const StoreSlot *store, const Job *claimant)
+bool sessions_evict_one(Engine *engine, const StoreSlot *store, bool host, const Job *claimant)
 {
-    const Claim claim = {store, engine->host_memory.was_short};
+    const Claim claim = {store, host && (!store || kv_store_others_can_help(store->store))};
     Session *idle = NULL;
     Job *lower = NULL;
 
-    engine->host_memory.was_short = false;
     for (Session *s = engine->sessions; s; s = s->next)
         if (s->cache && !s->job && claims(&claim, s->store) && (!idle || s->last_used_usec < idle->last_used_usec))
             idle = s;
@@ -177,7 +176,7 @@ static EngineResult warm(Engine *engine, Job *job, ErrorDetail *reterr)
     }
     do
         r = kv_cache_new(store->store, &session->cache, reterr);
-    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, job));
+    while ((r == KV_E_DEVICE_MEMORY || r == KV_E_HOST_MEMORY) && sessions_evict_one(engine, store, r == KV_E_HOST_MEMORY, job));
     if (r == KV_E_DEVICE_MEMORY && ladder_for_pass(engine, session->slot, store))
         return warm(engine, job, reterr); /* it ends where the ladder does */
     if (r)

@@ -31,6 +31,12 @@ const KvPolicy *kv_store_policy(const KvStore *store)
     return &store->policy;
 }
 
+bool kv_store_others_can_help(const KvStore *store)
+{
+    (void)store;
+    return true;
+}
+
 int kv_store_migrate(KvStore *from, KvStore *to, bool lossy, ErrorDetail *reterr)
 {
     (void)reterr;
@@ -177,7 +183,8 @@ int kv_save_begin(KvCache *cache, const uint8_t model[static KV_IMAGE_DIGEST], c
     assert_non_null(save);
     assert_true(n_extra <= sizeof(save->extra));
     memcpy(facts.model, model, sizeof(facts.model));
-    memcpy(save->extra, extra, n_extra);
+    if (n_extra > 0)
+        memcpy(save->extra, extra, n_extra);
     save->image = kv_image_new(&facts);
     assert_int_equal(kv_image_chunk(save->image, 1, 0, 0), 0);
     if (cache) {

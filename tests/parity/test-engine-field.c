@@ -81,6 +81,39 @@ static void many_sessions_in_the_memory_of_a_few_say_what_each_says_alone(void *
     talk_free(free_talk);
 }
 
+/* A checkpoint in the host's memory was refused, then the device runs short: what an idle session has on the host is of no use there, and stays. */
+static void what_is_idle_on_the_host_stays_when_the_device_runs_short(void **state)
+{
+    const EngineModel models[] = {tiny("packed", tied, KV_STRATEGY_OFFLOADED_QUANTIZED), tiny("whole", mixed, KV_STRATEGY_DYNAMIC)};
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = models, .n_models = 2, .watchdog_usec = 600000000};
+    uint64_t host = 0;
+    int32_t ids[N_IDS];
+    uint32_t n_run = 0;
+
+    (void)state;
+    rig_random_ids(75, N_VOCAB, ids, N_IDS);
+    for (uint32_t tenths = 11; tenths >= 6; tenths--) { /* of the memory that all of it takes, which the first run finds */
+        Talk *talk = talk_new(&options);
+        EngineRequest request = ids_request(NULL, talk_open(talk, "packed", 1), ids, N_IDS, 5);
+        EngineDeviceStatus before;
+
+        if (talk_wait(talk, talk_generate(talk, &request))->result == ENGINE_RESULT_DONE) {
+            (void)talk_ids(talk, NULL, talk_open(talk, "whole", 1), ids, N_IDS, 5);
+            before = status_of(talk);
+            (void)talk_ids(talk, NULL, talk_open(talk, "whole", 1), ids, N_IDS, 5);
+            assert_true(status_of(talk).host_used_bytes >= before.host_used_bytes);
+            if (host == 0) {
+                host = before.host_used_bytes;
+                options.gpu.default_max_memory_bytes = before.total_used_bytes + 4096; /* not for another session */
+            }
+            n_run++;
+        }
+        talk_free(talk);
+        options.host_memory_bytes = host * (tenths - 1) / 10;
+    }
+    assert_true(n_run > 3);
+}
+
 static void a_session_larger_than_all_memory_is_refused_and_the_next_is_served(void **state)
 {
     static const KvStrategy strategies[] = {KV_STRATEGY_OFFLOADED_QUANTIZED, KV_STRATEGY_OFFLOADED, KV_STRATEGY_OFFLOADED_STATIC};
@@ -199,6 +232,32 @@ static void restored_sessions_keep_apart(void **state)
     talk_free(other);
 }
 
+/* The file has no pages and no tokens; what is restored from it has none. */
+static void a_session_without_tokens_is_saved_and_restored(void **state)
+{
+    const EngineModel model = tiny("m", tied, KV_STRATEGY_OFFLOADED_QUANTIZED);
+    Talk *talk = start(&model, 1, 0);
+    uint64_t empty = talk_open(talk, "m", 1), session = talk_open(talk, "m", 1);
+    int fd = memfd_create("session", MFD_CLOEXEC);
+    EngineEvent *reply;
+    int32_t ids[80];
+    Seen *seen;
+
+    (void)state;
+    rig_random_ids(85, N_VOCAB, ids, N_ELEMENTS(ids));
+    reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_SAVE_SESSION, .owner = 1, .session = empty, .fd = dup(fd)});
+    assert_int_equal(reply->result, ENGINE_RESULT_DONE);
+    (void)talk_ids(talk, NULL, session, ids, 40, 5);
+    reply = talk_ask(talk, (EngineQuery){.kind = ENGINE_QUERY_RESTORE_SESSION, .owner = 1, .session = session, .fd = dup(fd)});
+    assert_int_equal(reply->result, ENGINE_RESULT_DONE);
+    assert_non_null(strstr(reply->json, "\"length\":0"));
+    seen = talk_ids(talk, NULL, session, ids, N_ELEMENTS(ids), 10);
+    assert_int_equal(seen->usage.reused_tokens, 0);
+    assert_same_ids(seen, talk_ids(talk, "m", 0, ids, N_ELEMENTS(ids), 10));
+    talk_free(talk);
+    (void)close(fd);
+}
+
 /* Of two kept beginnings of one conversation the longer one, whichever was kept or used last. */
 static void the_longest_beginning_is_gone_on_from(void **state)
 {
@@ -232,11 +291,13 @@ static int setup(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_is_idle_on_the_host_stays_when_the_device_runs_short),
         cmocka_unit_test(many_sessions_in_the_memory_of_a_few_say_what_each_says_alone),
         cmocka_unit_test(a_session_larger_than_all_memory_is_refused_and_the_next_is_served),
         cmocka_unit_test(twenty_loads_leave_nothing_behind),
         cmocka_unit_test(a_cache_of_any_form_ends_with_its_context),
         cmocka_unit_test(restored_sessions_keep_apart),
+        cmocka_unit_test(a_session_without_tokens_is_saved_and_restored),
         cmocka_unit_test(the_longest_beginning_is_gone_on_from),
     };
 

@@ -182,7 +182,35 @@ static void another_form_of_the_cache_is_refused(void **state)
     (void)close(fd);
 }
 
-static void busy_empty_and_unknown_sessions_are_refused(void **state)
+/* Also before its model was ever loaded; restored it makes a session that knows something an empty one. */
+static void an_empty_session_is_saved_and_restored(void **state)
+{
+    Talk *talk = start();
+    uint64_t empty = talk_open(talk, "m", 1), session = talk_open(talk, "m", 1);
+    int fd = new_file(), again = new_file();
+    EngineEvent *reply;
+    Seen *seen;
+
+    (void)state;
+    assert_int_equal(FAKE_GET(n_models), 0);
+    assert_int_equal(save(talk, empty, fd)->result, ENGINE_RESULT_DONE);
+    assert_int_equal(FAKE_GET(n_models), 1);
+    say(talk, session, "What the session knows", 8);
+    reply = restore(talk, session, fd);
+    assert_int_equal(reply->result, ENGINE_RESULT_DONE);
+    assert_non_null(strstr(reply->json, "\"length\":0"));
+    assert_int_equal(save(talk, session, again)->result, ENGINE_RESULT_DONE);
+    assert_int_equal(restore(talk, empty, again)->result, ENGINE_RESULT_DONE);
+    seen = say(talk, empty, "Another question", 8);
+    assert_int_equal(seen->usage.reused_tokens, 0);
+    assert_speaks(seen, "Another question", 8);
+    assert_speaks(say(talk, session, "A third one", 8), "A third one", 8);
+    talk_stop(talk);
+    (void)close(fd);
+    (void)close(again);
+}
+
+static void busy_and_unknown_sessions_are_refused(void **state)
 {
     Talk *talk = start();
     uint64_t session = talk_open(talk, "m", 1);
@@ -191,7 +219,6 @@ static void busy_empty_and_unknown_sessions_are_refused(void **state)
     uint64_t job;
 
     (void)state;
-    assert_int_equal(save(talk, session, fd)->result, ENGINE_RESULT_INVALID_ARGS);
     assert_int_equal(save(talk, 999, fd)->result, ENGINE_RESULT_NO_SUCH_SESSION);
     FAKE_SET(pass_usec, 1000);
     request.session = session;
@@ -317,7 +344,8 @@ int main(void)
         cmocka_unit_test(what_is_damaged_or_different_is_refused),
         cmocka_unit_test(a_refused_restore_leaves_the_session_as_it_was),
         cmocka_unit_test(another_form_of_the_cache_is_refused),
-        cmocka_unit_test(busy_empty_and_unknown_sessions_are_refused),
+        cmocka_unit_test(an_empty_session_is_saved_and_restored),
+        cmocka_unit_test(busy_and_unknown_sessions_are_refused),
         cmocka_unit_test(an_idle_session_goes_to_a_file_and_comes_back),
         cmocka_unit_test(a_spilled_session_can_be_used_in_every_way),
         cmocka_unit_test(a_folder_that_is_not_there_costs_nothing_but_memory),
