@@ -8,7 +8,7 @@
 /* Tokens of the past at further measurements.  The first tokens find all of it in the tail; the next pages cost launches of their own; a
  * short past does not keep all of a device busy, a long one does not stay in caches; beyond the last one errors grow with the distance. */
 static const uint32_t PROBE_PASTS[MODEL_SPEED_PASTS] = {0, 128, 768, 2560, 8192};
-#define PROBE_FIRST_TOKENS 28   /* which complete no page */
+#define PROBE_FIRST_TOKENS 28   /* of a sequence: they complete no page */
 #define PROBE_CHUNK_PAST   2    /* of these: after which a chunk is timed, too */
 /* In compatibility mode all of the past has to be run, on the host: no further than needed. */
 #define PROBE_RUN_PAST     768
@@ -189,7 +189,7 @@ static int time_deep_tokens(SpeedZeros *zeros, bool first, SpeedDepths *depths, 
     depths->token_kernels[n] = depths->token[n] * watch.kernel_share;
     if (watch.overlap.upload_usec > 0)
         depths->copy_rates[n] = (double)watch.overlap.upload_bytes * 1e6 / (double)watch.overlap.upload_usec;
-    depths->tokens_at[n] = first ? PROBE_FIRST_TOKENS : (at + kv_cache_length(zeros->cache)) / 2;
+    depths->tokens_at[n] = first ? PROBE_FIRST_TOKENS / 2 : (at + kv_cache_length(zeros->cache)) / 2;
     return r;
 }
 

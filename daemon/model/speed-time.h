@@ -12,8 +12,8 @@ typedef struct SpeedTimes {
     double token, chunk;
 } SpeedTimes;
 
-/* Passes without logits after pasts of different lengths, the first of which is a few tokens, which complete no page; the others are fewer
- * where the context or the device is short. */
+/* Passes without logits after pasts of different lengths.  The first ones are of a sequence that completes no page; the others are fewer where
+ * the context or the device is short. */
 typedef struct SpeedDepths {
     uint32_t n, tokens_at[MODEL_SPEED_PASTS], chunk_at; /* chunk_at 0: no chunk was timed */
     double token[MODEL_SPEED_PASTS], chunk;

@@ -36,7 +36,7 @@ typedef struct ModelLink {
 
 typedef struct ModelSpeed {
     double head_sec;              /* of a token: what does not grow with the layers */
-    double layer_sec;             /* of a token and layer after at most pasts[0].tokens */
+    double layer_sec;             /* of a token and layer after pasts[0].tokens or fewer */
     uint64_t n_pasts;             /* measured; at least one */
     ModelPast pasts[MODEL_SPEED_PASTS]; /* ascending, the first costs nothing; between two in proportion, beyond the last as before it */
     double chunk_rows;            /* rows of the chunk that was timed */

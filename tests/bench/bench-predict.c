@@ -369,6 +369,7 @@ static void measure(Setup *setup, char *argument)
     Number numbers[N_NUMBERS] = {{.prefill = true}};
     uint64_t device_bytes = 0;
     uint32_t n_attempts = 0;
+    double repeated = setup->repeat_left;
     ModelSpeed speed;
     ModelFit fit;
     Case c;
@@ -384,8 +385,10 @@ static void measure(Setup *setup, char *argument)
         if (n_attempts > 0)
             setup->repeat_left -= bench_now() - begun;
     }
+    repeated -= setup->repeat_left;
     (void)printf("{\"name\": \"%s\", \"attempts\": %u, \"device_bytes\": %" PRIu64 ", \"planned_device_bytes\": %" PRIu64 ", \"rows\": %u, ",
                  c.name, n_attempts, device_bytes, fit.plan.device_total_bytes, fit.options.max_rows);
+    (void)printf("\"repeat_sec\": %.1f, ", repeated);
     (void)printf("\"streamed_bytes\": %" PRIu64 ", \"in_place_bytes\": %" PRIu64 ", ", fit.plan.weight_streamed_bytes,
                  fit.plan.weight_in_place_bytes);
     print_speed(&speed);
