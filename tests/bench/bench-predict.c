@@ -5,8 +5,9 @@
  *
  * The machine may move between the two.  A control, tokens of the same model as it is with everything on the device and nothing behind them,
  * is therefore timed before and after the probe and before and after each measurement, which itself has two halves.  A number is steady when
- * the four controls lie within 15 %, and the two halves; for one that is not the probe and the measurement are repeated, twice at most and
- * while there is time for it.  What was predicted has no part in that.
+ * the four controls lie within 15 %, and the two halves, and the median token takes at most a third more than the quickest one; for a number
+ * that is not the probe and the measurement are repeated, twice at most and while there is time for it.  What was predicted has no part in
+ * that.
  *
  *   steps=N         decode steps that are measured at each depth (33: one of them packs a page), at least, and for a fifth of a second
  *   prompt=N        of the prefill (512)     repeats=SECONDS  that may be spent on repeating (0)
@@ -35,6 +36,7 @@
 #define CHUNK    BENCH_MAX_ROWS
 #define STEADY   1.15
 #define ATTEMPTS 3
+#define DISTURBED (4.0 / 3.0) /* as the probe judges: a median so far above the least has the work of others in it */
 #define CONTROL_TOKENS 24u /* of a sequence: none completes a page */
 
 static const uint32_t DEPTHS[] = {0, 2048, 8064};
@@ -64,6 +66,7 @@ typedef struct Number {
     double predicted_rate, rate;
     double least, most; /* of its controls */
     double halves[2];   /* seconds of a token */
+    bool disturbed;
     uint32_t n_attempts; /* in which it was measured */
 } Number;
 
@@ -218,10 +221,7 @@ static void print_speed(const ModelSpeed *speed)
 
 static double control(Setup *setup)
 {
-    double halves[2];
-    uint32_t n;
-
-    setup->last_control = bench_decode(&setup->control, 1, CONTROL_TOKENS, &n, halves);
+    setup->last_control = bench_decode(&setup->control, 1, CONTROL_TOKENS).sec;
     return setup->last_control;
 }
 
@@ -248,7 +248,6 @@ static void control_end(Setup *setup)
 static void measure_number(const Setup *setup, BenchRun *run, const ModelSpeed *speed, const ModelFit *fit, Number *number)
 {
     ModelPrediction predicted;
-    uint32_t n_tokens;
 
     if (number->depth > 0)
         restore(setup, run, number->depth);
@@ -263,9 +262,13 @@ static void measure_number(const Setup *setup, BenchRun *run, const ModelSpeed *
         }
         number->rate = 2 / (number->halves[0] + number->halves[1]);
     } else {
-        number->rate = 1 / bench_decode(run, setup->n_steps, 0, &n_tokens, number->halves);
-        model_predict(speed, fit, number->depth + n_tokens / 2, &predicted);
+        BenchTokens tokens = bench_decode(run, setup->n_steps, 0);
+
+        model_predict(speed, fit, number->depth + tokens.n_run / 2, &predicted);
         number->predicted_rate = 1 / predicted.token_sec;
+        number->rate = 1 / tokens.sec;
+        number->disturbed = tokens.sec > tokens.least * DISTURBED;
+        memcpy(number->halves, tokens.halves, sizeof(number->halves));
     }
 }
 
@@ -308,7 +311,7 @@ static bool are_close(double a, double b)
 
 static bool is_steady(const Number *number)
 {
-    return number->n_attempts > 0 && are_close(number->least, number->most) && are_close(number->halves[0], number->halves[1]);
+    return number->n_attempts > 0 && !number->disturbed && are_close(number->least, number->most) && are_close(number->halves[0], number->halves[1]);
 }
 
 static void add_control(Number *number, double sec)

@@ -91,11 +91,11 @@ static double median(double *values, uint32_t n)
     return values[n / 2];
 }
 
-/* Seconds of a token from here on; at most @most tokens of a sequence before it begins anew, or no limit.  @ret_tokens: run in all. */
-double bench_decode(BenchRun *run, uint32_t n_steps, uint32_t most, uint32_t *ret_tokens, double ret_halves[static 2])
+BenchTokens bench_decode(BenchRun *run, uint32_t n_steps, uint32_t most)
 {
     double seconds[MAX_STEPS], half[MAX_STEPS], begun = bench_now();
     uint32_t n = 0, n_warm = 0;
+    BenchTokens tokens;
 
     while (n < MAX_STEPS && (n < n_steps || bench_now() - begun < MEASURE_SECONDS)) {
         bool warm = n_warm >= WARMUP && (n > 0 || bench_now() - begun >= WARMUP_SECONDS);
@@ -110,13 +110,15 @@ double bench_decode(BenchRun *run, uint32_t n_steps, uint32_t most, uint32_t *re
         begun = n == 0 ? bench_now() : begun;
         seconds[n++] = step(run);
     }
-    *ret_tokens = n_warm + n;
+    tokens.n_run = n_warm + n;
     for (uint32_t i = 0; i < 2; i++) {
         uint32_t first = i * (n / 2), end = i ? n : (n + 1) / 2;
 
         memcpy(half, seconds + first, (end - first) * sizeof(*half));
-        ret_halves[i] = median(half, end - first);
+        tokens.halves[i] = median(half, end - first);
     }
-    return median(seconds, n);
+    tokens.sec = median(seconds, n);
+    tokens.least = seconds[0]; /* in order now */
+    return tokens;
 }
 

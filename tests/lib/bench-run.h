@@ -21,6 +21,12 @@ void bench_run_end(BenchRun *run);
 void bench_run_clear(BenchRun *run);
 /* Seconds of a prompt of so many tokens. */
 double bench_prefill(BenchRun *run, uint32_t n_prompt, bool logits);
-/* Seconds of a token from here on, the median of @n_steps of them or as many as take a fifth of a second, after some that warm up; those of
- * each half.  At most @most tokens of a sequence before it begins anew; 0: no limit.  @ret_tokens: run in all. */
-double bench_decode(BenchRun *run, uint32_t n_steps, uint32_t most, uint32_t *ret_tokens, double ret_halves[static 2]);
+/* Seconds of a token: the median, that of each half of them, and the least. */
+typedef struct BenchTokens {
+    double sec, halves[2], least;
+    uint32_t n_run; /* with those that warm up */
+} BenchTokens;
+
+/* From here on: @n_steps tokens or as many as take a fifth of a second, after some that warm up.  At most @most of a sequence before it begins
+ * anew; 0: no limit. */
+BenchTokens bench_decode(BenchRun *run, uint32_t n_steps, uint32_t most);
