@@ -79,6 +79,7 @@ static void run_shape(void (*faults)(const ScriptShape *shape), const char *name
     static void kind##_quanto(void) { run_shape(fault_##kind, "quanto"); }                                                               \
     static void kind##_hqq(void) { run_shape(fault_##kind, "hqq"); }                                                                     \
     static void kind##_fp8(void) { run_shape(fault_##kind, "fp8"); }
+SCENARIOS(refusals)
 SCENARIOS(every_call)
 SCENARIOS(every_site)
 SCENARIOS(every_allocation)
@@ -87,7 +88,7 @@ SCENARIOS(stalls)
 
 static const SimScenario scenarios[] = {
 #define ROWS(kind) {#kind "-quanto", kind##_quanto}, {#kind "-hqq", kind##_hqq}, {#kind "-fp8", kind##_fp8}
-    ROWS(every_call), ROWS(every_site), ROWS(every_allocation), ROWS(every_event), ROWS(stalls),
+    ROWS(refusals), ROWS(every_call), ROWS(every_site), ROWS(every_allocation), ROWS(every_event), ROWS(stalls),
 };
 
 /* ---- tests --------------------------------------------------------------------------------------------------------- */
@@ -100,6 +101,12 @@ static void each_shape(const char *kind, const char *settings)
         (void)snprintf(name, sizeof(name), "%s-%s", kind, shape_names[i]);
         sim_rig_run_well(name, settings);
     }
+}
+
+static void what_is_refused_changes_nothing(void **state)
+{
+    (void)state;
+    each_shape("refusals", FAULT_RIG_DEVICE);
 }
 
 static void a_failing_call_is_told_and_the_next_run_is_right(void **state)
@@ -135,6 +142,7 @@ static void a_device_that_does_not_answer_is_left_and_the_next_run_is_right(void
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_is_refused_changes_nothing),
         cmocka_unit_test(a_failing_call_is_told_and_the_next_run_is_right),
         cmocka_unit_test(every_place_with_every_code),
         cmocka_unit_test(every_refused_allocation),

@@ -109,6 +109,7 @@ static void run_shape(void (*faults)(const ScriptShape *shape), const char *name
 #define SCENARIOS(kind)                                                                                                                 \
     static void kind##_mixed(void) { run_shape(fault_##kind, "mixed"); }                                                                 \
     static void kind##_stays(void) { run_shape(fault_##kind, "stays"); }
+SCENARIOS(refusals)
 SCENARIOS(every_call)
 SCENARIOS(every_site)
 SCENARIOS(every_allocation)
@@ -117,10 +118,17 @@ SCENARIOS(stalls)
 
 static const SimScenario scenarios[] = {
 #define ROWS(kind) {#kind "-mixed", kind##_mixed}, {#kind "-stays", kind##_stays}
-    ROWS(every_call), ROWS(every_site), ROWS(every_allocation), ROWS(every_event), ROWS(stalls),
+    ROWS(refusals), ROWS(every_call), ROWS(every_site), ROWS(every_allocation), ROWS(every_event), ROWS(stalls),
 };
 
 /* ---- tests --------------------------------------------------------------------------------------------------------- */
+
+static void what_is_refused_changes_nothing(void **state)
+{
+    (void)state;
+    sim_rig_run_well("refusals-mixed", FAULT_RIG_DEVICE);
+    sim_rig_run_well("refusals-stays", FAULT_RIG_DEVICE);
+}
 
 static void a_failing_call_is_told_and_the_next_run_is_right(void **state)
 {
@@ -159,6 +167,7 @@ static void a_device_that_does_not_answer_is_left_and_the_next_run_is_right(void
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_is_refused_changes_nothing),
         cmocka_unit_test(a_failing_call_is_told_and_the_next_run_is_right),
         cmocka_unit_test(every_place_with_every_code),
         cmocka_unit_test(every_refused_allocation),

@@ -141,6 +141,16 @@ static bool run_case(bool layer)
 
 /* ---- kinds of faults ------------------------------------------------------------------------------------------------ */
 
+void fault_refusals(const ScriptShape *shape)
+{
+    bench_open(shape);
+    script_say("%s: what is refused after each operation", shape->name);
+    bench.shape.refuses = true;
+    run_clean();
+    run_clean();
+    bench_close("refusals");
+}
+
 void fault_every_call(const ScriptShape *shape)
 {
     const char *name = shape->name;

@@ -15,7 +15,8 @@
 
 #include "tests/lib/fault-script.h"
 
-/* Scenarios of sim_rig_run(). */
+/* Scenarios of sim_rig_run().  The first without faults: what is refused after each operation changes nothing. */
+void fault_refusals(const ScriptShape *shape);
 void fault_every_call(const ScriptShape *shape);
 void fault_every_site(const ScriptShape *shape);
 void fault_every_allocation(const ScriptShape *shape);

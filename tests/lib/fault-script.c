@@ -432,6 +432,8 @@ void script_run(ScriptWorld *world, const ScriptShape *shape, ScriptTape *tape, 
         }
         if (!ret->lost)
             check_success(&run, tape);
+        if (!ret->lost && shape->refuses)
+            script_refuse(world->gpu, world->store, run.caches);
     }
     /* What befell the device after the last operation is known now, not when the world is closed. */
     if (!ret->lost && gpu_drain(world->gpu, shape->options.deadline_usec, &run.detail)) {

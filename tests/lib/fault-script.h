@@ -46,6 +46,7 @@ typedef struct ScriptShape {
                              * policy */
     const ScriptOp *ops;
     size_t n_ops;
+    bool refuses; /* script_refuse() after each operation */
 } ScriptShape;
 
 typedef struct ScriptWorld {
@@ -79,6 +80,9 @@ _Noreturn void script_fail(const char *file, int line, const char *format, ...) 
         if (!(condition))                                                                                                               \
             script_fail(__FILE__, __LINE__, "%s", #condition);                                                                          \
     } while (0)
+
+/* Tries on all caches (SCRIPT_CACHES, some NULL) what must be refused; that ends the test when it is not, or changes what can be seen. */
+void script_refuse(Gpu *gpu, KvStore *store, KvCache *const *caches);
 
 typedef struct ScriptEnd {
     bool lost;         /* the device is, and the script ended there */
