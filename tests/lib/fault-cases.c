@@ -35,6 +35,7 @@ typedef struct FaultBench {
     FaultLive none; /* what is there when no world is open */
     uint64_t n_blocks_before;
     uint32_t n_cases, n_hit, n_lost, n_survived;
+    bool has_hung;
     bool hung; /* what a hung driver holds is left to it */
     bool hurries; /* waits SHORT_USEC for what does not end, but in runs without faults, which take their time on a busy machine */
     uint64_t patience_usec;
@@ -42,9 +43,21 @@ typedef struct FaultBench {
 
 static FaultBench bench;
 
+/* What was left to a hung driver may be given back later. */
+static void allow_less(void)
+{
+    FaultLive live;
+
+    fault_live(&live);
+    bench.none = (FaultLive){MIN(bench.none.objects, live.objects), MIN(bench.none.blocks, live.blocks),
+                             MIN(bench.none.mapped_bytes, live.mapped_bytes), MIN(bench.none.descriptors, live.descriptors)};
+}
+
 static void close_world(void)
 {
     script_world_close(&bench.world);
+    if (bench.has_hung)
+        allow_less();
     if (!bench.hung)
         fault_rig_check_none_left(&bench.none, bench.n_blocks_before);
     fault_live(&bench.none);
@@ -108,17 +121,42 @@ static void bench_close(const char *what)
     (void)fflush(stdout);
 }
 
-/* A fault is armed: runs the script, then, when the device was lost, opens it again and runs the next.  Whether the fault hit. */
-static bool run_case(bool layer)
+/* What fails: the call of that number, or of that number at a site, or an allocation, or what the layer is told. */
+typedef struct Fault {
+    uint32_t at;
+    cl_int code;
+    const FaultSite *site;
+    bool allocation;
+    const char *layer, *function; /* of whose calls the layer has it */
+} Fault;
+
+static void arm(const Fault *fault)
+{
+    if (fault->layer)
+        CHECK(set_layer_faults(fault->layer) == CL_SUCCESS);
+    else if (fault->allocation)
+        fault_allocation(fault->at);
+    else if (fault->site)
+        fault_site(fault->site, fault->at, fault->code);
+    else
+        fault_call(fault->at, fault->code);
+}
+
+/* Runs the script, then, when the device was lost, opens it again and runs the next.  Whether the fault hit. */
+static bool try_case(const Fault *fault, bool *ret_rests)
 {
     const char *function;
     ScriptEnd end;
     bool hit;
 
+    arm(fault);
     script_run(&bench.world, &bench.shape, &bench.tape, true, &end);
-    hit = fault_disarm(&function) || layer;
-    if (layer)
+    hit = fault_disarm(&function);
+    if (fault->layer) {
+        hit = count_layer_calls(fault->function) >= fault->at;
+        function = fault->function;
         CHECK(set_layer_faults(NULL) == CL_SUCCESS);
+    }
     if (getenv("LEAT_FAULT_VERBOSE"))
         (void)printf("  %s: %s\n", function, end.n_failed ? end.said : "survived");
     if (end.n_failed && !hit)
@@ -127,14 +165,29 @@ static bool run_case(bool layer)
     bench.n_hit += hit;
     bench.n_lost += end.lost;
     bench.n_survived += hit && end.n_failed == 0;
+    bench.hung = end.lost && gpu_is_hung(bench.world.gpu);
+    bench.has_hung = bench.has_hung || bench.hung;
+    *ret_rests = !bench.hung || fault->layer;
+    if (!*ret_rests)
+        (void)fprintf(stderr, "%s fails, and the device does not come to rest: %s\n", function, end.said);
     if (end.lost) {
-        bench.hung = gpu_is_hung(bench.world.gpu);
-        if (bench.hung && !layer)
-            script_fail(__FILE__, __LINE__, "%s fails, and the device does not come to rest: %s", function, end.said);
         reopen_world();
     } else if (bench.n_cases % 16 == 0) {
         close_world();
         open_world();
+    }
+    return hit;
+}
+
+/* A device is given some seconds to come to rest, which may be few on a machine that does nearly nothing else but other things: what happens twice
+ * is no chance. */
+static bool run_case(const Fault *fault)
+{
+    bool rests, hit = try_case(fault, &rests);
+
+    if (!rests) {
+        hit = try_case(fault, &rests);
+        MUST(rests);
     }
     return hit;
 }
@@ -164,8 +217,7 @@ void fault_every_call(const ScriptShape *shape)
     (void)printf("%s: %u calls of OpenCL\n", name, n);
     for (uint32_t i = 1 + fault_rig_seed() % stride;; i += stride) {
         script_say("%s: call %u of OpenCL gives CL_OUT_OF_RESOURCES", name, i);
-        fault_call(i, CL_OUT_OF_RESOURCES);
-        if (!run_case(false))
+        if (!run_case(&(Fault){.at = i, .code = CL_OUT_OF_RESOURCES}))
             break;
     }
     bench_close("every call");
@@ -200,11 +252,8 @@ void fault_every_site(const ScriptShape *shape)
             }
             next = next > 0 ? next - 1 : stride - 1;
             script_say("%s: %s, place %zu, call %u of %u, gives %d", name, site.function, i, at, site.n_calls, (int)site.codes[c]);
-            fault_site(&site, at, site.codes[c]);
-            if (!run_case(false) && at > 1) { /* how often it is called there depends on what has ended when */
-                fault_site(&site, 1, site.codes[c]);
-                (void)run_case(false);
-            }
+            if (!run_case(&(Fault){.site = &site, .at = at, .code = site.codes[c]}) && at > 1) /* how often it is called there varies */
+                (void)run_case(&(Fault){.site = &site, .at = 1, .code = site.codes[c]});
         }
     }
     bench_close("every place with every code");
@@ -223,8 +272,7 @@ void fault_every_allocation(const ScriptShape *shape)
     (void)printf("%s: %u allocations\n", name, n);
     for (uint32_t i = 1 + fault_rig_seed() % stride;; i += stride) {
         script_say("%s: allocation %u", name, i);
-        fault_allocation(i);
-        if (!run_case(false))
+        if (!run_case(&(Fault){.allocation = true, .at = i}))
             break;
     }
     bench_close("every allocation");
@@ -237,8 +285,7 @@ static void layer_fault(const char *name, const char *function, uint32_t i, cons
     (void)snprintf(fault, sizeof(fault), "%s:%u:%s", function, i, action);
     script_say("%s: %s", name, fault);
     fault_count(false);
-    CHECK(set_layer_faults(fault) == CL_SUCCESS);
-    (void)run_case(true);
+    (void)run_case(&(Fault){.layer = fault, .function = function, .at = i});
 }
 
 static uint32_t count_clean(const char *function)
@@ -288,7 +335,7 @@ void fault_stalls(const ScriptShape *shape)
     for (size_t f = 0; f < N_ELEMENTS(functions); f++)
         for (uint32_t k = getenv("LEAT_SOAK") ? 8 : 1; n[f] > 0 && k > 0; k--)
             layer_fault(name, functions[f], (f + k) % 2 ? n[f] - (k - 1) * n[f] / 8 : 1 + (fault_rig_seed() + 7 * k) % n[f], "stall");
-    MUST(bench.n_lost == bench.n_cases);
+    MUST(bench.n_lost == bench.n_hit && bench.n_hit > 0);
     bench.hurries = false;
     reopen_world();
     layer_faults(name, "any", "reset", 4);
