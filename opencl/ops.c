@@ -124,7 +124,8 @@ static bool is_float(WeightType type)
 
 static int build(Ops *ops, WeightType type, OpsKernels *ret, ErrorDetail *reterr)
 {
-    static const char *const sources[] = {"lanes.cl", "weight.cl", "norm.cl", "linear.cl", "linear-stages.cl", "embed.cl"};
+    static const char *const sources[] = {"lanes.cl", "weight.cl", "norm.cl", "norm-eight.cl",
+                                          "linear.cl", "linear-stages.cl", "embed.cl"};
     GpuProgram *program;
     char options[96];
     int r;

@@ -41,13 +41,33 @@ typedef struct Stage {
         const __global uchar *w0##i, const __global uchar *w1##i, const __global uchar *w2##i, __global float *y##i
 #define STAGE(i) {x##i, x_rows##i, norm##i, {{w0##i, w1##i, w2##i}}, y##i}
 
-/* Activations of rows [begin, end) of the pass. */
-ALWAYS_INLINE void prepare_stage(const Shape *shape, const Stage *stage, const uint begin, const uint end, __global int *act)
+/* So many rows of a group are prepared sooner as eight than one by one. */
+#define EIGHT_FROM 3
+
+/* Activations of rows [begin, end) of the pass; @begin is the first of a group. */
+ALWAYS_INLINE void prepare_stage(const Shape *shape, const Stage *stage, uint begin, const uint end, __global int *act)
 {
     const __global int *x_rows = (const __global int *)((const __global uchar *)stage->x_rows + shape->x_rows_offset);
     const __global float *norm = (const __global float *)((const __global uchar *)stage->norm + shape->norm_offset);
     const uint group_words = act_group_words(shape->n_cols, shape->terms);
 
+#if LANES == 16 && !FLOAT_ACTS
+    /* Rows of the group beyond the pass repeat the last one. */
+    for (; end - begin >= EIGHT_FROM && shape->n_cols % 32 == 0; begin = min(begin + GROUP_ROWS, end)) {
+        const __global float *x[GROUP_ROWS];
+        __global int *to = act + (size_t)(begin / GROUP_ROWS) * group_words;
+
+        for (uint r = 0; r < GROUP_ROWS; r++) {
+            uint row = min(begin + r, end - 1);
+
+            x[r] = stage->x + (size_t)(stage->x_rows ? x_rows[row] : row) * shape->n_cols;
+        }
+        if (shape->terms == 2)
+            prepare_eight(x, stage->norm ? norm : 0, shape->eps, shape->n_cols, to, 2);
+        else
+            prepare_eight(x, stage->norm ? norm : 0, shape->eps, shape->n_cols, to, 1);
+    }
+#endif
     for (uint row = begin; row < end; row++)
         prepare_row(stage->x + (size_t)(stage->x_rows ? x_rows[row] : row) * shape->n_cols, stage->norm ? norm : 0, shape->eps,
                     shape->n_cols, act + (size_t)(row / GROUP_ROWS) * group_words, row % GROUP_ROWS, shape->terms);

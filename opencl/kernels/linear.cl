@@ -67,30 +67,50 @@ ALWAYS_INLINE void product(const __global uchar *tile, const uint lane0, const u
 #else
 
 /* dots[r] = words codes[0 .. n - 1] of the weights times those at @a of each of @rows rows; with two terms the low bytes lie
- * 8 words further on.  On VNNI word after word and not row after row: a sum then waits for its predecessor while others go on. */
+ * 8 words further on.  On VNNI word after word and not row after row: a sum then waits for its predecessor while others go on.
+ * Eight rows leave registers for one sum each, fewer rows for one of each term. */
 ALWAYS_INLINE void dot_rows(const VU *codes, const __global int *a, const int n, const int rows, const uint terms, VI *dots)
 {
     const uint stride = ACT_WORDS(terms);
 
 #if SIMD == 3
-#pragma unroll
-    for (int r = 0; r < rows; r++)
-        dots[r] = (VI)(0);
-#pragma unroll
-    for (int v = 0; v < n; v++) {
+    if (rows == 8) {
 #pragma unroll
         for (int r = 0; r < rows; r++)
-            dots[r] = dot4(dots[r], codes[v], a + r * stride + v);
-    }
-    if (terms == 2) {
-#pragma unroll
-        for (int r = 0; r < rows; r++)
-            dots[r] = dots[r] << 8;
+            dots[r] = (VI)(0);
 #pragma unroll
         for (int v = 0; v < n; v++) {
 #pragma unroll
             for (int r = 0; r < rows; r++)
-                dots[r] = dot4(dots[r], codes[v], a + r * stride + 8 + v);
+                dots[r] = dot4(dots[r], codes[v], a + r * stride + v);
+        }
+        if (terms == 2) {
+#pragma unroll
+            for (int r = 0; r < rows; r++)
+                dots[r] = dots[r] << 8;
+#pragma unroll
+            for (int v = 0; v < n; v++) {
+#pragma unroll
+                for (int r = 0; r < rows; r++)
+                    dots[r] = dot4(dots[r], codes[v], a + r * stride + 8 + v);
+            }
+        }
+    } else {
+        VI low[GROUP_ROWS];
+
+#pragma unroll
+        for (int v = 0; v < n; v++) {
+#pragma unroll
+            for (int r = 0; r < rows; r++) {
+                dots[r] = dot4(v == 0 ? (VI)(0) : dots[r], codes[v], a + r * stride + v);
+                if (terms == 2)
+                    low[r] = dot4(v == 0 ? (VI)(0) : low[r], codes[v], a + r * stride + 8 + v);
+            }
+        }
+        if (terms == 2) {
+#pragma unroll
+            for (int r = 0; r < rows; r++)
+                dots[r] = (dots[r] << 8) + low[r];
         }
     }
 #else

@@ -9,8 +9,8 @@
  *           codes, int32 minus the sum of the codes of each half, then 32 codes of a byte.  With two terms (WEIGHT_ACTIVATION_FINE of
  *           quant/weight.h) a code is 256 * high + low: the 32 high bytes, then the 32 low ones.
  *   floats  per group and column: 8 floats
- * Columns are padded to whole blocks of 32 with zeros.  Rows of the last group beyond the pass are not written; whatever
- * is computed from them is not stored.
+ * Columns are padded to whole blocks of 32 with zeros.  Rows of the last group beyond the pass are not written, or repeat the
+ * last one; whatever is computed from them is not stored.
  */
 
 #ifndef FLOAT_ACTS
