@@ -129,6 +129,7 @@ static void code_page(const Layer *layer, const float *rope, const float *k, con
 /* ---- pages --------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct Scratch {
+    const Gpu *gpu; /* which may still write to a page when it does not come to rest */
     float *rope, *k, *v;
     uint8_t *from, *to; /* a page in either form */
 } Scratch;
@@ -138,12 +139,13 @@ static void scratch_free(Scratch *scratch)
     free(scratch->rope);
     free(scratch->k);
     free(scratch->v);
-    free(scratch->from);
-    free(scratch->to);
+    gpu_free_host(scratch->gpu, scratch->from);
+    gpu_free_host(scratch->gpu, scratch->to);
 }
 
 static int scratch_new(const Layer *layer, Scratch *scratch)
 {
+    scratch->gpu = layer->gpu;
     scratch->rope = calloc((size_t)KV_PAGE_TOKENS * MAX(layer->shape->rotary_dim, 1u), sizeof(float));
     scratch->k = calloc((size_t)KV_PAGE_TOKENS * layer->k_values, sizeof(float));
     scratch->v = calloc((size_t)KV_PAGE_TOKENS * layer->v_values, sizeof(float));

@@ -141,8 +141,7 @@ static int fetch_tail(KvMigration *m, const KvPast *past, const KvTail *tail, bo
     if (!r)
         r = gpu_event_wait(m->from->gpu, event, KV_TIMEOUT_USEC, reterr);
     if (r) {
-        if (r != GPU_E_HUNG) /* else the device may still write there: leaked rather than freed under it */
-            free(memory);
+        gpu_free_host(m->from->gpu, memory); /* which a device that does not come to rest may still write to, whatever the code */
         return error_trace(kv_error(r));
     }
     r = kv_saved_new(state ? &m->to->states : &m->to->tails, &own, reterr);
