@@ -443,6 +443,5 @@ int main(void)
     };
 
     fault_init();
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -155,6 +155,5 @@ int main(int argc, char **argv)
     if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
         return EXIT_SUCCESS;
     fault_rig_set_seed();
-    cmocka_set_test_filter(getenv("CMOCKA_TEST_FILTER"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Facts of a device: of what the plan streams, and what becomes of them.  They are believed for a minute, then while a token takes as long
- * as it did, and measured anew when it does not.  What a token takes is the machine's to say, so files are made older and other than they were; a busy machine may give several
- * times for the same token, so the one that is to hold is tried more than once.
+ * as it did, and measured anew when it does not.  What a token takes is the machine's to say, so files are made older and other than they were;
+ * a busy machine may give several times for the same token, so the one that is to hold is tried more than once.
  */
 
 #include "daemon/model/speed-probe.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/place.h"
 
 #include <dirent.h>
 #include <setjmp.h>
@@ -24,7 +25,7 @@ typedef struct Rig {
     Gpu *gpu;
     ModelFile *file;
     ModelFit fit;
-    char folder[32], name[17];
+    char folder[TEST_FOLDER_SIZE], name[17];
 } Rig;
 
 static SpeedFile stored(const Rig *rig)
@@ -191,12 +192,12 @@ static void whatever_streams_is_measured_as_it_streams(void **state)
 
 static int setup(void **state)
 {
-    static Rig rig = {.folder = "/tmp/leat-speed-XXXXXX"};
+    static Rig rig;
     char path[4096];
     ModelSpeed speed;
     DIR *folder;
 
-    assert_non_null(mkdtemp(rig.folder));
+    assert_int_equal(test_folder_new(rig.folder), 0);
     rig.gpu = rig_open_gpu();
     rig_path(FIXTURE, path, sizeof(path));
     assert_int_equal(model_file_open(path, rig.folder, &rig.file, NULL), 0);
@@ -219,12 +220,10 @@ static int setup(void **state)
 static int teardown(void **state)
 {
     Rig *rig = *state;
-    char command[64];
 
     (void)model_file_free(rig->file);
     gpu_free(rig->gpu);
-    (void)snprintf(command, sizeof(command), "rm -r %s", rig->folder);
-    return system(command);
+    return test_folder_remove(rig->folder);
 }
 
 int main(void)
