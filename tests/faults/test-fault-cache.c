@@ -71,41 +71,11 @@ static ScriptShape shape_of(const char *name)
     return shape;
 }
 
-/* ---- scenarios ----------------------------------------------------------------------------------------------------- */
-
-static void run_shape(void (*faults)(const ScriptShape *shape), const char *name)
-{
-    ScriptShape shape = shape_of(name);
-
-    faults(&shape);
-}
-
-#define SCENARIOS(kind)                                                                                                                 \
-    static void kind##_streamed(void) { run_shape(fault_##kind, "streamed"); }                                                           \
-    static void kind##_resident(void) { run_shape(fault_##kind, "resident"); }                                                           \
-    static void kind##_weights(void) { run_shape(fault_##kind, "weights"); }
-SCENARIOS(refusals)
-SCENARIOS(every_call)
-SCENARIOS(every_site)
-SCENARIOS(every_allocation)
-SCENARIOS(every_event)
-SCENARIOS(stalls)
-
-static const SimScenario scenarios[] = {
-#define ROWS(kind) {#kind "-streamed", kind##_streamed}, {#kind "-resident", kind##_resident}, {#kind "-weights", kind##_weights}
-    ROWS(refusals), ROWS(every_call), ROWS(every_site), ROWS(every_allocation), ROWS(every_event), ROWS(stalls),
-};
-
 /* ---- tests --------------------------------------------------------------------------------------------------------- */
 
 static void each_shape(const char *kind, const char *settings)
 {
-    for (size_t i = 0; i < N_ELEMENTS(shape_names); i++) {
-        char name[64];
-
-        (void)snprintf(name, sizeof(name), "%s-%s", kind, shape_names[i]);
-        sim_rig_run_well(name, settings);
-    }
+    fault_cases_run_well(kind, shape_names, N_ELEMENTS(shape_names), settings);
 }
 
 static void what_is_refused_changes_nothing(void **state)
@@ -156,7 +126,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_device_that_does_not_answer_is_left_and_the_next_run_is_right),
     };
 
-    if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
+    if (fault_cases_is_scenario(argc, argv, shape_of))
         return EXIT_SUCCESS;
     fault_rig_set_seed();
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -66,41 +66,11 @@ static ScriptShape shape_of(const char *name)
     return shape;
 }
 
-/* ---- scenarios ----------------------------------------------------------------------------------------------------- */
-
-static void run_shape(void (*faults)(const ScriptShape *shape), const char *name)
-{
-    ScriptShape shape = shape_of(name);
-
-    faults(&shape);
-}
-
-#define SCENARIOS(kind)                                                                                                                 \
-    static void kind##_quanto(void) { run_shape(fault_##kind, "quanto"); }                                                               \
-    static void kind##_hqq(void) { run_shape(fault_##kind, "hqq"); }                                                                     \
-    static void kind##_fp8(void) { run_shape(fault_##kind, "fp8"); }
-SCENARIOS(refusals)
-SCENARIOS(every_call)
-SCENARIOS(every_site)
-SCENARIOS(every_allocation)
-SCENARIOS(every_event)
-SCENARIOS(stalls)
-
-static const SimScenario scenarios[] = {
-#define ROWS(kind) {#kind "-quanto", kind##_quanto}, {#kind "-hqq", kind##_hqq}, {#kind "-fp8", kind##_fp8}
-    ROWS(refusals), ROWS(every_call), ROWS(every_site), ROWS(every_allocation), ROWS(every_event), ROWS(stalls),
-};
-
 /* ---- tests --------------------------------------------------------------------------------------------------------- */
 
 static void each_shape(const char *kind, const char *settings)
 {
-    for (size_t i = 0; i < N_ELEMENTS(shape_names); i++) {
-        char name[64];
-
-        (void)snprintf(name, sizeof(name), "%s-%s", kind, shape_names[i]);
-        sim_rig_run_well(name, settings);
-    }
+    fault_cases_run_well(kind, shape_names, N_ELEMENTS(shape_names), settings);
 }
 
 static void what_is_refused_changes_nothing(void **state)
@@ -152,7 +122,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_device_that_does_not_answer_is_left_and_the_next_run_is_right),
     };
 
-    if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
+    if (fault_cases_is_scenario(argc, argv, shape_of))
         return EXIT_SUCCESS;
     fault_rig_set_seed();
     return cmocka_run_group_tests(tests, NULL, NULL);

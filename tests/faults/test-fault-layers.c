@@ -76,6 +76,8 @@ static const RandomConfig stays = {
     .max_sequences = 2,
 };
 
+static const char *const shape_names[] = {"mixed", "stays"};
+
 static ScriptShape shape_of(const char *name)
 {
     ScriptShape shape = {.name = name, .options = {.max_rows = MAX_ROWS, .max_sequences = 2, .deadline_usec = 120000000}};
@@ -97,65 +99,41 @@ static ScriptShape shape_of(const char *name)
     return shape;
 }
 
-/* ---- scenarios ----------------------------------------------------------------------------------------------------- */
-
-static void run_shape(void (*faults)(const ScriptShape *shape), const char *name)
-{
-    ScriptShape shape = shape_of(name);
-
-    faults(&shape);
-}
-
-#define SCENARIOS(kind)                                                                                                                 \
-    static void kind##_mixed(void) { run_shape(fault_##kind, "mixed"); }                                                                 \
-    static void kind##_stays(void) { run_shape(fault_##kind, "stays"); }
-SCENARIOS(refusals)
-SCENARIOS(every_call)
-SCENARIOS(every_site)
-SCENARIOS(every_allocation)
-SCENARIOS(every_event)
-SCENARIOS(stalls)
-
-static const SimScenario scenarios[] = {
-#define ROWS(kind) {#kind "-mixed", kind##_mixed}, {#kind "-stays", kind##_stays}
-    ROWS(refusals), ROWS(every_call), ROWS(every_site), ROWS(every_allocation), ROWS(every_event), ROWS(stalls),
-};
-
 /* ---- tests --------------------------------------------------------------------------------------------------------- */
+
+static void each_shape(const char *kind, const char *settings)
+{
+    fault_cases_run_well(kind, shape_names, N_ELEMENTS(shape_names), settings);
+}
 
 static void what_is_refused_changes_nothing(void **state)
 {
     (void)state;
-    sim_rig_run_well("refusals-mixed", FAULT_RIG_DEVICE);
-    sim_rig_run_well("refusals-stays", FAULT_RIG_DEVICE);
+    each_shape("refusals", FAULT_RIG_DEVICE);
 }
 
 static void a_failing_call_is_told_and_the_next_run_is_right(void **state)
 {
     (void)state;
-    sim_rig_run_well("every_call-mixed", FAULT_RIG_DEVICE);
-    sim_rig_run_well("every_call-stays", FAULT_RIG_DEVICE);
+    each_shape("every_call", FAULT_RIG_DEVICE);
 }
 
 static void every_place_with_every_code(void **state)
 {
     (void)state;
-    sim_rig_run_well("every_site-mixed", FAULT_RIG_DEVICE);
-    sim_rig_run_well("every_site-stays", FAULT_RIG_DEVICE);
+    each_shape("every_site", FAULT_RIG_DEVICE);
 }
 
 static void every_refused_allocation(void **state)
 {
     (void)state;
-    sim_rig_run_well("every_allocation-mixed", FAULT_RIG_DEVICE);
-    sim_rig_run_well("every_allocation-stays", FAULT_RIG_DEVICE);
+    each_shape("every_allocation", FAULT_RIG_DEVICE);
 }
 
 static void every_command_that_fails_later(void **state)
 {
     (void)state;
-    sim_rig_run_well("every_event-mixed", FAULT_RIG_LATER);
-    sim_rig_run_well("every_event-stays", FAULT_RIG_LATER);
+    each_shape("every_event", FAULT_RIG_LATER);
 }
 
 static void a_device_that_does_not_answer_is_left_and_the_next_run_is_right(void **state)
@@ -175,7 +153,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_device_that_does_not_answer_is_left_and_the_next_run_is_right),
     };
 
-    if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
+    if (fault_cases_is_scenario(argc, argv, shape_of))
         return EXIT_SUCCESS;
     fault_rig_set_seed();
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -194,7 +194,7 @@ static bool run_case(const Fault *fault)
 
 /* ---- kinds of faults ------------------------------------------------------------------------------------------------ */
 
-void fault_refusals(const ScriptShape *shape)
+static void refusals(const ScriptShape *shape)
 {
     bench_open(shape);
     script_say("%s: what is refused after each operation", shape->name);
@@ -204,7 +204,7 @@ void fault_refusals(const ScriptShape *shape)
     bench_close("refusals");
 }
 
-void fault_every_call(const ScriptShape *shape)
+static void every_call(const ScriptShape *shape)
 {
     const char *name = shape->name;
     uint32_t n, stride;
@@ -223,7 +223,7 @@ void fault_every_call(const ScriptShape *shape)
     bench_close("every call");
 }
 
-void fault_every_site(const ScriptShape *shape)
+static void every_site(const ScriptShape *shape)
 {
     const char *name = shape->name;
     uint32_t n = 0, stride, next;
@@ -259,7 +259,7 @@ void fault_every_site(const ScriptShape *shape)
     bench_close("every place with every code");
 }
 
-void fault_every_allocation(const ScriptShape *shape)
+static void every_allocation(const ScriptShape *shape)
 {
     const char *name = shape->name;
     uint32_t n, stride;
@@ -307,7 +307,7 @@ static void layer_faults(const char *name, const char *function, const char *act
         layer_fault(name, function, n, action);
 }
 
-void fault_every_event(const ScriptShape *shape)
+static void every_event(const ScriptShape *shape)
 {
     const char *name = shape->name;
     static const char *const functions[] = {"clEnqueueNDRangeKernel", "clEnqueueWriteBuffer", "clEnqueueReadBuffer", "clEnqueueCopyBuffer"};
@@ -320,7 +320,7 @@ void fault_every_event(const ScriptShape *shape)
 
 /* Commands that do not end, one of each kind; the last of some.  The deadline is short.  A few even of all cases, for what a hung device holds
  * is never given back. */
-void fault_stalls(const ScriptShape *shape)
+static void stalls(const ScriptShape *shape)
 {
     const char *name = shape->name;
     static const char *const functions[] = {"clEnqueueNDRangeKernel", "clEnqueueWriteBuffer", "clEnqueueReadBuffer", "clEnqueueCopyBuffer"};
@@ -340,4 +340,44 @@ void fault_stalls(const ScriptShape *shape)
     reopen_world();
     layer_faults(name, "any", "reset", 4);
     bench_close("stalls and resets");
+}
+
+/* ---- scenarios ------------------------------------------------------------------------------------------------------ */
+
+static const struct {
+    const char *name;
+    void (*run)(const ScriptShape *shape);
+} kinds[] = {
+    {"refusals", refusals}, {"every_call", every_call}, {"every_site", every_site}, {"every_allocation", every_allocation},
+    {"every_event", every_event}, {"stalls", stalls},
+};
+
+static ScriptShape named_shape;
+static void (*named_kind)(const ScriptShape *shape);
+
+static void run_named(void)
+{
+    named_kind(&named_shape);
+}
+
+bool fault_cases_is_scenario(int argc, char **argv, ScriptShape (*shape_of)(const char *name))
+{
+    const char *name = argc == 3 ? argv[2] : "", *dash = strchr(name, '-');
+
+    for (size_t i = 0; i < N_ELEMENTS(kinds) && dash; i++)
+        if (strlen(kinds[i].name) == (size_t)(dash - name) && strncmp(kinds[i].name, name, (size_t)(dash - name)) == 0) {
+            named_shape = shape_of(dash + 1);
+            named_kind = kinds[i].run;
+        }
+    return sim_rig_is_scenario(argc, argv, &(SimScenario){name, run_named}, named_kind ? 1 : 0);
+}
+
+void fault_cases_run_well(const char *kind, const char *const *shapes, size_t n, const char *settings)
+{
+    for (size_t i = 0; i < n; i++) {
+        char name[64];
+
+        (void)snprintf(name, sizeof(name), "%s-%s", kind, shapes[i]);
+        sim_rig_run_well(name, settings);
+    }
 }

@@ -15,10 +15,9 @@
 
 #include "tests/lib/fault-script.h"
 
-/* Scenarios of sim_rig_run().  The first without faults: what is refused after each operation changes nothing. */
-void fault_refusals(const ScriptShape *shape);
-void fault_every_call(const ScriptShape *shape);
-void fault_every_site(const ScriptShape *shape);
-void fault_every_allocation(const ScriptShape *shape);
-void fault_every_event(const ScriptShape *shape);
-void fault_stalls(const ScriptShape *shape);
+/* main() of a test program whose scenarios are named KIND-SHAPE: runs the one that the command line names; false when it names none.  Kinds:
+ * refusals (without faults: what is refused after each operation changes nothing), every_call, every_site, every_allocation, every_event,
+ * stalls. */
+bool fault_cases_is_scenario(int argc, char **argv, ScriptShape (*shape_of)(const char *name));
+/* A kind of faults on each of @n shapes, in processes of their own: sim_rig_run_well(). */
+void fault_cases_run_well(const char *kind, const char *const *shapes, size_t n, const char *settings);
