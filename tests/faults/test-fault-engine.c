@@ -495,6 +495,6 @@ int main(int argc, char **argv)
 
     if (sim_rig_is_scenario(argc, argv, scenarios, N_ELEMENTS(scenarios)))
         return EXIT_SUCCESS;
-    fault_rig_set_seed();
+    fault_rig_begin();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -155,6 +155,6 @@ int main(int argc, char **argv)
 
     if (fault_cases_is_scenario(argc, argv, shape_of))
         return EXIT_SUCCESS;
-    fault_rig_set_seed();
+    fault_rig_begin();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,10 +4,29 @@
 #include "tests/lib/fault-rig.h"
 #include "tests/lib/fault-script.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-void fault_rig_set_seed(void)
+/* A device that was lost is opened again, thousands of times: PoCL takes longer to see that it has compiled a source than to load a binary.
+ * Making binaries takes minutes, too long for a few cases. */
+static void keep_programs(void)
 {
+    const char *drivers = getenv("POCL_CACHE_DIR");
+    char path[4096];
+
+    if (!getenv("LEAT_SOAK") || !drivers || getenv("LEAT_TEST_CACHE"))
+        return;
+    (void)snprintf(path, sizeof(path), "%s/../fault-programs", drivers);
+    (void)mkdir(path, 0700);
+    (void)setenv("LEAT_TEST_CACHE", path, 1);
+    (void)setenv("CLSIM_ARGUMENTS", path, 1);
+}
+
+void fault_rig_begin(void)
+{
+    keep_programs();
     (void)setenv("LEAT_FAULT_SEED", "1", 0);
     (void)printf("LEAT_FAULT_SEED=%s\n", getenv("LEAT_FAULT_SEED"));
 }

@@ -25,8 +25,8 @@
  * test goes on with its own. */
 #define FAULT_RIG_STALLS FAULT_RIG_DEVICE " CLSIM_CHECK=host,map ASAN_OPTIONS=use_sigaltstack=0:detect_leaks=0"
 
-/* LEAT_FAULT_SEED, which main() sets when it is not there, and prints. */
-void fault_rig_set_seed(void);
+/* First in main(): sets LEAT_FAULT_SEED when it is not there, and prints it; a soak keeps compiled programs beside the driver's. */
+void fault_rig_begin(void);
 uint32_t fault_rig_seed(void);
 /* How far apart the cases are, of which there are @n, when @wanted of them are enough.  LEAT_SOAK: all of them; with
  * LEAT_SOAK_SLICES=N every N-th, from the LEAT_FAULT_SEED-th (modulo N) on, so that N seeds in turn take all. */
