@@ -60,7 +60,7 @@ static int add_some(KvCache *cache, uint32_t n_tokens, ErrorDetail *reterr)
     if (!r)
         r = kv_tails_zero(&store->tails, cache->past->tail);
     if (!r)
-        r = kv_error(gpu_step_finish(store->gpu, KV_TIMEOUT_USEC, reterr));
+        r = kv_error(gpu_step_finish(store->gpu, reterr));
     if (r) {
         (void)kv_pass_abort(pass);
         return error_trace(r);

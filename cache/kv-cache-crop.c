@@ -101,7 +101,7 @@ static int refill_tail(KvPast *past, uint32_t length, ErrorDetail *reterr)
         if (must_refill(past, s, length))
             r = refill_section(store, past, s, length);
     if (!r)
-        r = gpu_drain(store->gpu, KV_TIMEOUT_USEC, reterr);
+        r = gpu_drain(store->gpu, reterr);
     return error_trace(kv_error(r));
 }
 

@@ -63,7 +63,7 @@ static void copy_positions(const KvPast *past, uint32_t s, uint32_t from, uint32
 /* @saved is on its way from the device, or there. */
 static int wait_saved(const KvStore *store, KvSaved *saved, ErrorDetail *reterr)
 {
-    return saved->event ? kv_error(gpu_event_wait(store->gpu, saved->event, KV_TIMEOUT_USEC, reterr)) : 0;
+    return saved->event ? kv_error(gpu_event_wait(store->gpu, saved->event, reterr)) : 0;
 }
 
 /* Both places in host memory; references for the caller, so that neither gives way when memory is short. */

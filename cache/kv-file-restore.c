@@ -183,7 +183,7 @@ static int restore_past(Restore *restore, ErrorDetail *reterr)
             r = fill_pages(restore, l);
     }
     if (!r)
-        r = kv_error(gpu_drain(store->gpu, KV_TIMEOUT_USEC, reterr));
+        r = kv_error(gpu_drain(store->gpu, reterr));
     restore->past->length = restore->record->length;
     restore->past->cross_length = restore->record->cross_length;
     return error_trace(r);

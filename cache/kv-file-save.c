@@ -74,7 +74,7 @@ static int save_slot(KvTail *tail, KvSaved **ret, ErrorDetail *reterr)
         return 0;
     r = kv_tail_save(tail, ret, reterr);
     if (!r && (*ret)->event)
-        r = kv_error(gpu_event_wait((*ret)->tails->gpu, (*ret)->event, KV_TIMEOUT_USEC, reterr));
+        r = kv_error(gpu_event_wait((*ret)->tails->gpu, (*ret)->event, reterr));
     return error_trace(r);
 }
 
@@ -212,9 +212,9 @@ static int add_all(KvSave *save, const void *extra, size_t n_extra, ErrorDetail 
             r = kv_image_piece(save->image, save->state->memory, store->sizes.state_slot_bytes);
     }
     if (!r)
-        r = kv_error(gpu_drain(store->gpu, KV_TIMEOUT_USEC, reterr));
+        r = kv_error(gpu_drain(store->gpu, reterr));
     else if (!gpu_is_lost(store->gpu))
-        (void)gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL); /* what is downloaded already still writes to the buffers */
+        (void)gpu_drain(store->gpu, NULL); /* what is downloaded already still writes to the buffers */
     return error_trace(r);
 }
 

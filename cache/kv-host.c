@@ -9,8 +9,6 @@
 #include <math.h>
 #include <string.h>
 
-#define HOST_TIMEOUT_USEC (60 * 1000 * 1000)
-
 /* ---- life ------------------------------------------------------------------------------------------------------------------- */
 
 static int compat_new(const KvHost *host, KvCompat **ret)
@@ -424,7 +422,7 @@ int kv_host_layer(KvHost *host, uint32_t layer, KvHostPast *const *pasts, uint32
         n_rows += pasts[i]->n_tokens;
     r = gpu_download(host->gpu, GPU_QUEUE_COMPUTE, qkv, 0, host->qkv, n_rows * width * sizeof(float), GPU_WAIT_NONE, "kv host", &event);
     if (!r)
-        r = gpu_event_wait(host->gpu, event, HOST_TIMEOUT_USEC, reterr);
+        r = gpu_event_wait(host->gpu, event, reterr);
     if (r)
         return error_trace(kv_error(r));
     for (uint32_t i = 0; i < n_pasts; i++) {
@@ -437,6 +435,6 @@ int kv_host_layer(KvHost *host, uint32_t layer, KvHostPast *const *pasts, uint32
     /* The memory is written again in the next layer. */
     r = gpu_upload(host->gpu, GPU_QUEUE_COMPUTE, out, 0, host->out, n_rows * out_width * sizeof(float), GPU_WAIT_NONE, "kv host", &event);
     if (!r)
-        r = gpu_event_wait(host->gpu, event, HOST_TIMEOUT_USEC, reterr);
+        r = gpu_event_wait(host->gpu, event, reterr);
     return error_trace(kv_error(r));
 }

@@ -170,7 +170,7 @@ static int read_page(const Layer *layer, const KvBlock *block, uint32_t page, Sc
         r = gpu_download(layer->gpu, GPU_QUEUE_COMPUTE, block->arena->buffer, offset, scratch->from,
                          layer->from->sizes->layout.page_bytes, GPU_WAIT_NONE, "kv move", &event);
         if (!r)
-            r = gpu_event_wait(layer->gpu, event, KV_TIMEOUT_USEC, NULL);
+            r = gpu_event_wait(layer->gpu, event, NULL);
         if (r)
             return error_trace(r);
     }
@@ -192,7 +192,7 @@ static int write_page(const Layer *layer, const KvBlock *block, uint32_t page, S
     }
     r = gpu_upload(layer->gpu, GPU_QUEUE_COMPUTE, block->arena->buffer, offset, scratch->to, bytes, GPU_WAIT_NONE, "kv move", &event);
     if (!r)
-        r = gpu_event_wait(layer->gpu, event, KV_TIMEOUT_USEC, NULL);
+        r = gpu_event_wait(layer->gpu, event, NULL);
     return error_trace(r);
 }
 

@@ -105,7 +105,7 @@ static int move_saved(KvMigration *m, const KvPast *past, KvSaved *saved, bool s
         *ret = kv_saved_ref(own);
         return 0;
     }
-    r = saved->event ? kv_error(gpu_event_wait(m->from->gpu, saved->event, KV_TIMEOUT_USEC, reterr)) : 0; /* it may still be coming */
+    r = saved->event ? kv_error(gpu_event_wait(m->from->gpu, saved->event, reterr)) : 0; /* it may still be coming */
     if (!r)
         r = kv_saved_new(state ? &m->to->states : &m->to->tails, &own, reterr);
     if (r)
@@ -139,7 +139,7 @@ static int fetch_tail(KvMigration *m, const KvPast *past, const KvTail *tail, bo
     r = gpu_download(m->from->gpu, GPU_QUEUE_COMPUTE, tail->tails->buffer, (uint64_t)tail->slot * bytes, memory, bytes, GPU_WAIT_NONE,
                      "tail move", &event);
     if (!r)
-        r = gpu_event_wait(m->from->gpu, event, KV_TIMEOUT_USEC, reterr);
+        r = gpu_event_wait(m->from->gpu, event, reterr);
     if (r) {
         gpu_free_host(m->from->gpu, memory); /* which a device that does not come to rest may still write to, whatever the code */
         return error_trace(kv_error(r));
@@ -398,7 +398,7 @@ static int move_all(KvMigration *m, KvCache *const *caches, uint32_t n, KvPast *
         r = pasts[i] ? move_past(m, caches[i]->past, pasts[i], reterr) : error_origin(KV_E_HOST_MEMORY);
     }
     if (!r)
-        r = kv_error(gpu_drain(m->to->gpu, KV_TIMEOUT_USEC, reterr));
+        r = kv_error(gpu_drain(m->to->gpu, reterr));
     return error_trace(r);
 }
 

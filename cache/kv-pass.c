@@ -373,7 +373,7 @@ KvPass *kv_pass_abort(KvPass *pass)
     if (!pass || !pass->active)
         return NULL;
     store = pass->store;
-    if (gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) == 0)
+    if (gpu_drain(store->gpu, NULL) == 0)
         kv_store_forget_home(store);
     kv_ring_end(&store->ring);
     kv_ring_clear(&store->ring);

@@ -121,9 +121,6 @@ struct KvStore {
     GpuEvent *last_home;    /* the last of all; the queue is in order */
 };
 
-/* As long as a pass may take: a driver may compile in it, on a machine that has other things to do. */
-#define KV_TIMEOUT_USEC (60 * 1000 * 1000)
-
 static inline KvHomeEvents kv_store_home(const KvStore *store)
 {
     return (KvHomeEvents){store->home_events, store->settled};

@@ -51,7 +51,7 @@ void kv_store_poll_home(KvStore *store)
 
 int kv_store_settle(KvStore *store, ErrorDetail *reterr)
 {
-    int r = store->last_home ? gpu_event_wait(store->gpu, store->last_home, KV_TIMEOUT_USEC, reterr) : 0;
+    int r = store->last_home ? gpu_event_wait(store->gpu, store->last_home, reterr) : 0;
 
     if (r)
         return error_trace(kv_error(r));
@@ -85,7 +85,7 @@ void kv_store_trim(KvStore *store)
     (void)kv_store_charge_host(store, 0);
     for (uint32_t s = 0; s < store->sizes.n_sections; s++)
         can = can || kv_arenas_can_trim(&store->sections[s].arenas);
-    if (!can || gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL) != 0)
+    if (!can || gpu_drain(store->gpu, NULL) != 0)
         return;
     kv_ring_clear(&store->ring);
     for (uint32_t s = 0; s < store->sizes.n_sections; s++)
@@ -159,7 +159,7 @@ static int upload_calibration(KvStore *store, uint32_t s, const KvModel *model, 
         r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, section->calibration, 0, section->constants, total, GPU_WAIT_NONE, "kv means",
                        &event);
     if (!r)
-        r = gpu_event_wait(store->gpu, event, KV_TIMEOUT_USEC, reterr);
+        r = gpu_event_wait(store->gpu, event, reterr);
     return error_trace(kv_error(r));
 }
 
@@ -187,7 +187,7 @@ static int upload_logits(KvStore *store, const KvModel *model, ErrorDetail *rete
         r = gpu_upload(store->gpu, GPU_QUEUE_COMPUTE, store->sink_logits, 0, logits, store->sizes.logits_bytes, GPU_WAIT_NONE,
                        "kv logits", &event);
     if (!r)
-        r = gpu_event_wait(store->gpu, event, KV_TIMEOUT_USEC, reterr);
+        r = gpu_event_wait(store->gpu, event, reterr);
     return error_trace(kv_error(r));
 }
 
@@ -388,7 +388,7 @@ KvStore *kv_store_free(KvStore *store)
     if (!store)
         return NULL;
     /* Prefetched tiles and pages on their way home still use the memory below. */
-    (void)gpu_drain(store->gpu, KV_TIMEOUT_USEC, NULL);
+    (void)gpu_drain(store->gpu, NULL);
     for (uint32_t s = 0; store->sections && s < store->sizes.n_sections; s++) {
         kv_arenas_deinit(&store->sections[s].arenas);
         kv_arenas_deinit(&store->sections[s].resident);

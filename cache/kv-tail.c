@@ -5,7 +5,6 @@
 #include "cache/kv-error.h"
 
 /* A copy of a tail takes milliseconds; a device that needs longer is hung. */
-#define SAVED_TIMEOUT_USEC (60 * 1000 * 1000)
 
 int kv_tails_init(KvTails *tails, Gpu *gpu, uint32_t n_slots, uint64_t slot_bytes, KvBudget *host_budget, ErrorDetail *reterr)
 {
@@ -39,7 +38,7 @@ KvSaved *kv_saved_unref(KvSaved *saved)
     if (!saved || --saved->n_refs > 0)
         return NULL;
     if (saved->event && gpu_event_status(saved->event) == 0)
-        (void)gpu_event_wait(saved->tails->gpu, saved->event, SAVED_TIMEOUT_USEC, NULL);
+        (void)gpu_event_wait(saved->tails->gpu, saved->event, NULL);
     saved->event = gpu_event_unref(saved->event);
     kv_budget_return(saved->tails->host_budget, saved->tails->slot_bytes);
     gpu_free_host(saved->tails->gpu, saved);

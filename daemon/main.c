@@ -411,7 +411,6 @@ static int open_engine(Leatd *leatd, ErrorDetail *reterr)
                 .compiler = "/proc/self/exe"},
         .state_dir = leatd->arguments.state_dir,
         .max_queue = leatd->config->max_queue,
-        .watchdog_usec = 60 * UINT64_C(1000000),
         .host_memory_bytes = leatd->config->host_memory_bytes,
     };
     size_t n_models;

@@ -9,7 +9,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#define TABLE_TIMEOUT_USEC (60 * 1000 * 1000)
 #define NO_GROUPS          65536u /* GROUP_DIMS of a form without groups: all dims are in the first */
 
 Attend *attend_free(Attend *attend)
@@ -140,7 +139,7 @@ static int upload_table(Attend *attend, GpuBuffer *to, uint64_t bytes, const Att
     r = gpu_upload(attend->gpu, GPU_QUEUE_COMPUTE, to, 0, table, bytes, GPU_WAIT_NONE, "attend_table", &event);
     if (r)
         return error_trace(r);
-    return gpu_event_wait(attend->gpu, event, TABLE_TIMEOUT_USEC, reterr);
+    return gpu_event_wait(attend->gpu, event, reterr);
 }
 
 /* llvmpipe's guard against endless shaders counts 65,535 iterations of all loops of a work-item; a block of head size 64 takes up to

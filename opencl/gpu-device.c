@@ -13,6 +13,7 @@
 #define SELFTEST_LOCAL 64
 /* The first launch may compile for seconds on a busy machine; a device that takes longer does not work. */
 #define SELFTEST_USEC  UINT64_C(120000000)
+#define DEADLINE_USEC  UINT64_C(60000000)
 
 static void CL_CALLBACK context_notify(const char *text, const void *data, size_t size, void *userdata)
 {
@@ -105,13 +106,13 @@ static int selftest_answers(Selftest *test, ErrorDetail *reterr)
     if (!r)
         r = gpu_upload(gpu, GPU_QUEUE_UPLOAD, in, 0, test->in, sizeof(test->in), GPU_WAIT_NONE, "self-test in", &uploaded);
     if (!r)
-        r = gpu_event_wait(gpu, uploaded, SELFTEST_USEC, reterr);
+        r = gpu_event_wait(gpu, uploaded, reterr);
     if (!r)
         r = selftest_launch(test, in, out, reterr);
     if (!r)
         r = gpu_download(gpu, GPU_QUEUE_COMPUTE, out, 0, test->out, sizeof(test->out), GPU_WAIT_NONE, "self-test out", &done);
     if (!r)
-        r = gpu_event_wait(gpu, done, SELFTEST_USEC, reterr);
+        r = gpu_event_wait(gpu, done, reterr);
     if (r)
         return error_trace(r);
     if (!selftest_equal(test, test->in, test->out))
@@ -132,7 +133,7 @@ static int run_in_place(Selftest *test, char *in_memory, char *out_memory, bool 
         selftest_input((uint32_t *)(void *)in_memory, round);
         r = selftest_launch(test, in, out, reterr);
         if (!r)
-            r = gpu_drain(test->gpu, SELFTEST_USEC, reterr);
+            r = gpu_drain(test->gpu, reterr);
         works = works && !r && selftest_equal(test, (uint32_t *)(void *)in_memory, (uint32_t *)(void *)out_memory);
     }
     if (r == GPU_E_OVER_BUDGET) /* refused to wrap: no reason to do without the device */
@@ -199,7 +200,7 @@ static int probe_simd(Selftest *test, GpuSimd *ret, ErrorDetail *reterr)
     if (!r)
         r = gpu_download(gpu, GPU_QUEUE_COMPUTE, out, 0, &bits, sizeof(bits), GPU_WAIT_NONE, "SIMD level", NULL);
     if (!r)
-        r = gpu_drain(gpu, SELFTEST_USEC, reterr);
+        r = gpu_drain(gpu, reterr);
     if (r)
         return error_trace(r);
     if (bits & 2)
@@ -282,11 +283,13 @@ static int open_best(const GpuOptions *options, const GpuRefusals *refusals, Gpu
     r = open_queues(gpu);
     if (r)
         return error_detail_set(reterr, r, "it does not open: %s", gpu->lost_text);
-    atomic_store(&gpu->budget, UINT64_MAX); /* the self-test is not part of anyone's budget */
+    atomic_store(&gpu->budget, UINT64_MAX); /* the self-test is not part of anyone's budget, nor of their deadline */
+    gpu->deadline_usec = SELFTEST_USEC;
     r = selftest(gpu, reterr);
     if (r)
         return error_trace(r);
     atomic_store(&gpu->budget, gpu->info.budget_bytes);
+    gpu->deadline_usec = options->deadline_usec ? options->deadline_usec : DEADLINE_USEC;
     gpu->counters = (GpuCounters){0};
     log_debug("opened '%s' of %s, driver %s: %s", gpu->info.name, gpu->info.vendor, gpu->info.driver, gpu->info.reason);
     *ret = TAKE_PTR(gpu);

@@ -164,6 +164,7 @@ struct Gpu {
 
     char *cache_dir, *compiler;
     uint64_t compile_usec; /* how long the compiler may take */
+    uint64_t deadline_usec; /* how long a wait may take */
     GpuProgram *programs;
     GpuName *names;
 

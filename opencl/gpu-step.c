@@ -195,9 +195,9 @@ static int flush_all(Gpu *gpu, ErrorDetail *reterr)
     return 0;
 }
 
-int gpu_event_wait(Gpu *gpu, GpuEvent *event, uint64_t timeout_usec, ErrorDetail *reterr)
+int gpu_event_wait(Gpu *gpu, GpuEvent *event, ErrorDetail *reterr)
 {
-    uint64_t deadline_usec = gpu_now_usec() + timeout_usec;
+    uint64_t deadline_usec = gpu_now_usec() + gpu->deadline_usec;
     int r;
 
     if (gpu_is_lost(gpu))
@@ -285,9 +285,9 @@ int gpu_step_begin(Gpu *gpu)
     return gpu_is_lost(gpu) ? error_origin(-ENODEV) : 0;
 }
 
-int gpu_step_finish(Gpu *gpu, uint64_t timeout_usec, ErrorDetail *reterr)
+int gpu_step_finish(Gpu *gpu, ErrorDetail *reterr)
 {
-    uint64_t deadline_usec = gpu_now_usec() + timeout_usec;
+    uint64_t deadline_usec = gpu_now_usec() + gpu->deadline_usec;
     int r;
 
     if (gpu_is_lost(gpu))
@@ -302,9 +302,9 @@ int gpu_step_finish(Gpu *gpu, uint64_t timeout_usec, ErrorDetail *reterr)
     return r;
 }
 
-int gpu_drain(Gpu *gpu, uint64_t timeout_usec, ErrorDetail *reterr)
+int gpu_drain(Gpu *gpu, ErrorDetail *reterr)
 {
-    uint64_t deadline_usec = gpu_now_usec() + timeout_usec;
+    uint64_t deadline_usec = gpu_now_usec() + gpu->deadline_usec;
     int r;
 
     if (gpu_is_lost(gpu))

@@ -75,6 +75,7 @@ typedef struct GpuOptions {
     const char *compiler;      /* path of the executable run as `COMPILER --compile-program` with a job on stdin, within
                                 * 120 s; NULL: build in process */
     uint64_t default_max_memory_bytes; /* budget when no match gives one; 0: 3/4 of the device's memory */
+    uint64_t deadline_usec;            /* of each wait for the device; 0: a minute, for a driver may compile in it on a busy machine */
 } GpuOptions;
 
 /* What the host may choose kernels by.  x86 levels are those that the *device compiler* accepts, with VNNI from cpuid. */
@@ -182,8 +183,8 @@ int gpu_copy(Gpu *gpu, GpuQueue queue, GpuBuffer *to, uint64_t to_offset, const 
 int gpu_fill_zero(Gpu *gpu, GpuQueue queue, GpuBuffer *buffer, uint64_t offset, uint64_t bytes);
 /* Submits what is queued without waiting. */
 int gpu_flush(Gpu *gpu, GpuQueue queue);
-/* Waits for one event with a deadline; 0, GPU_E_HUNG or GPU_E_LOST. */
-int gpu_event_wait(Gpu *gpu, GpuEvent *event, uint64_t timeout_usec, ErrorDetail *reterr);
+/* Waits for one event; 0, GPU_E_HUNG or GPU_E_LOST. */
+int gpu_event_wait(Gpu *gpu, GpuEvent *event, ErrorDetail *reterr);
 
 /* The commands of all queues from here on belong to one step.  Commands outside of a step are checked by the next one, by
  * gpu_drain(), or when there are thousands. */
@@ -191,9 +192,9 @@ int gpu_step_begin(Gpu *gpu);
 /* Waits until every command of the *compute* queue of this step has completed, and checks them and all completed
  * copies; copies still in flight (prefetch for the next step) are checked by the step that ends after them.
  * 0, GPU_E_HUNG, GPU_E_LOST. */
-int gpu_step_finish(Gpu *gpu, uint64_t timeout_usec, ErrorDetail *reterr);
+int gpu_step_finish(Gpu *gpu, ErrorDetail *reterr);
 /* Waits for everything on every queue. */
-int gpu_drain(Gpu *gpu, uint64_t timeout_usec, ErrorDetail *reterr);
+int gpu_drain(Gpu *gpu, ErrorDetail *reterr);
 
 /* ---- programs and kernels ----------------------------------------------------------------------------------------- */
 

@@ -43,7 +43,6 @@ struct Engine {
     GpuOptions gpu_options;
     char *state_dir;
     uint32_t max_queue;
-    uint64_t watchdog_usec;
     KvBudget host_memory; /* of the caches of all models */
 
     pthread_mutex_t status_lock;

@@ -121,7 +121,6 @@ static int engine_copy_options(Engine *engine, const EngineOptions *options)
             return error_origin(-ENOMEM);
     }
     engine->max_queue = options->max_queue ? MIN(options->max_queue, (uint32_t)ENGINE_MAX_QUEUE) : ENGINE_MAX_QUEUE;
-    engine->watchdog_usec = options->watchdog_usec;
     engine->host_memory.limit_bytes = options->host_memory_bytes ? options->host_memory_bytes : automatic_host_memory();
     r = model_configs_copy(options->models, options->n_models, &models);
     if (r < 0)

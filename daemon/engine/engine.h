@@ -120,7 +120,6 @@ typedef struct EngineOptions {
     const EngineModel *models;  /* borrowed during the call; copied */
     size_t n_models;
     uint32_t max_queue;         /* jobs waiting; more: QUEUE_FULL */
-    uint64_t watchdog_usec;     /* deadline of one wait for the device */
     uint64_t host_memory_bytes; /* for the caches of all models together; 0: half of what is available now */
 } EngineOptions;
 

@@ -54,7 +54,6 @@ ModelOptions slot_options(Engine *engine, const ModelSlot *slot, uint32_t max_ro
         .context = slot->config.context,
         .max_rows = max_rows,
         .max_sequences = MIN(slot->config.parallel, (uint32_t)ENGINE_MAX_ACTIVE),
-        .deadline_usec = engine->watchdog_usec,
         .host_memory = &engine->host_memory,
         .weights = slot->config.weights,
     };

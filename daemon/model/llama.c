@@ -345,12 +345,12 @@ int model_run(Model *model, KvStore *store, const ModelItem *items, uint32_t n_i
     }
     r = queue_pass(model, pass, &batch, logits, tap, reterr);
     if (!r)
-        r = model_fold_gpu(gpu_step_finish(model->gpu, model->options.deadline_usec, reterr));
+        r = model_fold_gpu(gpu_step_finish(model->gpu, reterr));
     if (r) {
         gpu_explain(model->gpu, reterr);
         /* What is already queued still writes to the caller's memory. */
         if (!gpu_is_lost(model->gpu))
-            (void)gpu_drain(model->gpu, model->options.deadline_usec, NULL);
+            (void)gpu_drain(model->gpu, NULL);
         weights_device_abort(&model->weights);
         (void)kv_pass_abort(pass);
         return error_trace(r);

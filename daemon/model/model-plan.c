@@ -16,7 +16,6 @@ ModelOptions model_complete_options(const ModelFile *file, const ModelOptions *o
     complete.context = options->context ? MIN(options->context, context) : context;
     complete.max_rows = options->max_rows ? MIN(options->max_rows, complete.context) : 1;
     complete.max_sequences = MAX(options->max_sequences, 1u);
-    complete.deadline_usec = options->deadline_usec ? options->deadline_usec : MODEL_DEADLINE_USEC;
     complete.weights.n_slots = options->weights.n_slots ? MIN(options->weights.n_slots, (uint32_t)PLACEMENT_MAX_SLOTS) : 2;
     return complete;
 }

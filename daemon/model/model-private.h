@@ -22,8 +22,6 @@ struct ModelFile {
 #define MODEL_LOGIT_ROWS 32
 /* Rows of a pass below which nothing is gained. */
 #define MODEL_MIN_ROWS 32
-/* Deadline of one wait for the device unless the options say otherwise. */
-#define MODEL_DEADLINE_USEC (60 * UINT64_C(1000000))
 
 struct Model {
     Gpu *gpu;        /* borrowed */

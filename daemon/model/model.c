@@ -94,8 +94,7 @@ static int upload_weights(Model *model, ErrorDetail *reterr)
     r = model_placement(gpu_info(model->gpu), model->file, &model->options, &placement, reterr);
     if (r)
         return r;
-    return model_fold_gpu(weights_device_init(&model->weights, model->gpu, &model->file->weights, &placement,
-                                              model->options.deadline_usec, reterr));
+    return model_fold_gpu(weights_device_init(&model->weights, model->gpu, &model->file->weights, &placement, reterr));
 }
 
 static int prepare_types(Model *model, ErrorDetail *reterr)
@@ -207,7 +206,7 @@ int model_shrink_rows(Model *model, uint32_t max_rows, ErrorDetail *reterr)
 
     if (max_rows == 0 || max_rows >= model->options.max_rows)
         return error_detail_set(reterr, -EINVAL, "%u rows are not fewer than %u", max_rows, model->options.max_rows);
-    r = model_fold_gpu(gpu_drain(model->gpu, model->options.deadline_usec, reterr));
+    r = model_fold_gpu(gpu_drain(model->gpu, reterr));
     if (r)
         return r;
     /* A device may refuse even what was given back just now. */

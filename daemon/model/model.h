@@ -60,7 +60,6 @@ typedef struct ModelOptions {
     uint32_t context;       /* 0: the model's */
     uint32_t max_rows;      /* prefill chunk */
     uint32_t max_sequences; /* sessions with a tail on the device at once */
-    uint64_t deadline_usec; /* of one wait for the device; 0: a minute */
     KvBudget *host_memory;  /* shared by the caches of all models; borrowed; NULL: none */
     ModelWeights weights;
 } ModelOptions;

@@ -227,7 +227,6 @@ int speed_time_depths(SpeedZeros *zeros, uint32_t n_most, SpeedDepths *ret, Erro
 static int copy_parts(SpeedZeros *zeros, double *ret_sec, ErrorDetail *reterr)
 {
     const WeightsDevice *device = &zeros->model->weights;
-    uint64_t deadline_usec = zeros->model->options.deadline_usec;
     double begun = seconds_now();
     int r = 0;
 
@@ -241,7 +240,7 @@ static int copy_parts(SpeedZeros *zeros, double *ret_sec, ErrorDetail *reterr)
                                           "measure", NULL));
     }
     if (!r)
-        r = model_fold_gpu(gpu_drain(zeros->gpu, deadline_usec, reterr));
+        r = model_fold_gpu(gpu_drain(zeros->gpu, reterr));
     *ret_sec = seconds_now() - begun;
     return r;
 }
@@ -251,7 +250,7 @@ int speed_time_copies(SpeedZeros *zeros, double *ret_rate, ErrorDetail *reterr)
     Samples samples = {.begun = seconds_now()};
     double seconds = 0;
     bool enough = false;
-    int r = model_fold_gpu(gpu_drain(zeros->gpu, zeros->model->options.deadline_usec, reterr));
+    int r = model_fold_gpu(gpu_drain(zeros->gpu, reterr));
 
     while (!enough && !r) {
         r = copy_parts(zeros, &seconds, reterr);

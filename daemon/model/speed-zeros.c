@@ -92,7 +92,6 @@ int speed_zeros_begin(SpeedZeros *zeros, const ModelFile *file, const ModelFit *
         .context = fit->options.context,
         .max_rows = speed_probe_rows(fit),
         .max_sequences = 1,
-        .deadline_usec = fit->options.deadline_usec,
         .weights = weights,
     };
     int r = new_model(zeros, file, &options, n_layers, head_bytes, reterr);

@@ -31,7 +31,7 @@ static int upload(WeightsDevice *device, uint32_t block, uint64_t bytes, ErrorDe
     r = gpu_buffer_new(device->gpu, GPU_PURPOSE_WEIGHTS, bytes, &device->buffers[block], reterr);
     if (!r)
         r = gpu_upload(device->gpu, GPU_QUEUE_UPLOAD, device->buffers[block], 0, from, bytes, GPU_WAIT_NONE, "weights", NULL);
-    return r ? r : gpu_drain(device->gpu, device->deadline_usec, reterr);
+    return r ? r : gpu_drain(device->gpu, reterr);
 }
 
 /* A block where the placement wants it. */
@@ -105,11 +105,11 @@ static int new_order(WeightsDevice *device)
     return 0;
 }
 
-int weights_device_init(WeightsDevice *device, Gpu *gpu, Weights *weights, Placement *placement, uint64_t deadline_usec, ErrorDetail *reterr)
+int weights_device_init(WeightsDevice *device, Gpu *gpu, Weights *weights, Placement *placement, ErrorDetail *reterr)
 {
     int r;
 
-    *device = (WeightsDevice){.gpu = gpu, .weights = weights, .placement = *placement, .deadline_usec = deadline_usec};
+    *device = (WeightsDevice){.gpu = gpu, .weights = weights, .placement = *placement};
     *placement = PLACEMENT_NULL;
     device->buffers = calloc(weights->n_blocks, sizeof(*device->buffers));
     r = device->buffers ? new_order(device) : error_origin(-ENOMEM);
@@ -126,7 +126,7 @@ void weights_device_deinit(WeightsDevice *device)
 {
     /* Prefetched parts still come from the image. */
     if (device->gpu && device->n_order > 0 && !gpu_is_lost(device->gpu))
-        (void)gpu_drain(device->gpu, device->deadline_usec, NULL);
+        (void)gpu_drain(device->gpu, NULL);
     free_staging(device);
     for (uint32_t i = 0; device->buffers && i < device->weights->n_blocks; i++)
         (void)gpu_buffer_free(device->buffers[i]);
@@ -150,7 +150,7 @@ static int save_block(WeightsDevice *device, uint32_t block, ErrorDetail *reterr
     r = gpu_download(device->gpu, GPU_QUEUE_DOWNLOAD, device->buffers[block], 0, weights->image + b->offset, b->bytes, GPU_WAIT_NONE,
                      "weights", NULL);
     if (!r)
-        r = gpu_drain(device->gpu, device->deadline_usec, reterr);
+        r = gpu_drain(device->gpu, reterr);
     if (!r)
         b->absent = false;
     return r;
@@ -165,7 +165,7 @@ static bool changes(const WeightsDevice *device, const Placement *placement, uin
 int weights_device_move(WeightsDevice *device, Placement *placement, ErrorDetail *reterr)
 {
     const Weights *weights = device->weights;
-    int r = gpu_drain(device->gpu, device->deadline_usec, reterr);
+    int r = gpu_drain(device->gpu, reterr);
 
     for (uint32_t i = 0; i < weights->n_blocks && !r; i++)
         if (changes(device, placement, i))

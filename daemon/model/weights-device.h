@@ -43,14 +43,13 @@ typedef struct WeightsDevice {
     uint64_t n_queued, n_read; /* parts of this pass: copies queued, launches queued */
     uint32_t n_pass_spans;     /* parts of spans in this pass */
     uint64_t n_pass;           /* all parts of this pass */
-    uint64_t deadline_usec;
     bool broken;         /* a change of place failed half-way: no pass can be run any more */
 } WeightsDevice;
 #define WEIGHTS_DEVICE_NULL ((WeightsDevice){.gpu = NULL})
 
 /* Takes @placement (its contents).  Uploads what stays, and gives the host's copy of that back.  0, GPU_E_OVER_BUDGET, another code of
  * gpu.h, or negative errno. */
-int weights_device_init(WeightsDevice *device, Gpu *gpu, Weights *weights, Placement *placement, uint64_t deadline_usec, ErrorDetail *reterr);
+int weights_device_init(WeightsDevice *device, Gpu *gpu, Weights *weights, Placement *placement, ErrorDetail *reterr);
 void weights_device_deinit(WeightsDevice *device);
 /* Between passes: moves to another placement (taken); what leaves the device and is no longer in host memory comes back from there.  On
  * error before anything was given up nothing has changed; later, `broken` is set. */

@@ -10,6 +10,7 @@
 
 #include "opencl/attend-internal.h"
 #include "quant/base/half.h"
+#include "tests/lib/patience.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -18,7 +19,6 @@
 
 #define ROTATING_BYTES (96u << 20)
 #define MAX_ROWS       512
-#define WAIT_USEC      60000000
 #define N_REPEATS      15
 
 typedef struct Bench {
@@ -59,7 +59,7 @@ static void drain(Bench *b)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
-    must(gpu_drain(b->gpu, WAIT_USEC, &detail), &detail);
+    must(gpu_drain(b->gpu, &detail), &detail);
 }
 
 static GpuBuffer *buffer(Bench *b, uint64_t bytes)
@@ -186,7 +186,7 @@ static double measure(Bench *b, Work *w, bool whole, uint32_t n_repeats)
             if (whole)
                 must(attend_finish(b->attend, &w->pass, &w->layer, b->out), NULL);
         }
-        must(gpu_step_finish(b->gpu, WAIT_USEC, NULL), NULL);
+        must(gpu_step_finish(b->gpu, NULL), NULL);
         if (i > 0)
             times[i - 1] = (now_usec() - start) / w->n_layers;
     }
@@ -273,7 +273,7 @@ int main(int argc, char **argv)
 {
     static const uint32_t depths[] = {2048, 8064, 32768}, chunks[] = {32, 128, 512};
     int k_bits = argc > 2 ? atoi(argv[1]) : 5, v_bits = argc > 2 ? atoi(argv[2]) : 4;
-    GpuOptions gpu_options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
+    GpuOptions gpu_options = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC};
     KvForm form = choose_form(k_bits, v_bits);
     KvShape shape = {9, 3, 64, 64, 64};
     const char *kernels = getenv("LEAT_BENCH_KERNELS"), *only = getenv("LEAT_BENCH_DEPTH");

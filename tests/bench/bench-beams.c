@@ -11,6 +11,7 @@
 
 #include "daemon/engine/engine.h"
 #include "daemon/engine/mailbox.h"
+#include "tests/lib/patience.h"
 
 #include <string.h>
 #include <time.h>
@@ -104,7 +105,7 @@ int main(int argc, char **argv)
 {
     Bench bench = {.n_beams = 8, .n_prompt = 64, .n_tokens = 48, .n_rounds = 3};
     EngineModel model = {.name = "m", .policy = kv_policy_preset(KV_STRATEGY_OFFLOADED_QUANTIZED, false), .keep_alive_usec = UINT64_MAX};
-    EngineOptions options = {.models = &model, .n_models = 1, .watchdog_usec = 120 * UINT64_C(1000000)};
+    EngineOptions options = {.gpu = {.deadline_usec = PATIENCE_USEC}, .models = &model, .n_models = 1};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     Engine *engine;
     Spent warm = {0};

@@ -9,6 +9,7 @@
  */
 
 #include "opencl/ops.h"
+#include "tests/lib/patience.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -24,7 +25,6 @@
 #define VOCABULARY   49152
 #define PREFILL      512
 #define FEW          8 /* rows of a step of several sequences */
-#define TIMEOUT_USEC 120000000
 #define NORM_EPS     1e-5f
 #define HUGE_PAGE    (2u << 20)
 
@@ -129,7 +129,7 @@ static void bench_open(Bench *bench, bool exact, bool wrap)
 {
     const OpsOptions options = {exact, PREFILL, FF}, head_options = {exact, PREFILL, FF};
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    GpuOptions gpu_options = {0};
+    GpuOptions gpu_options = {.deadline_usec = PATIENCE_USEC};
 
     place_all(bench);
     must(gpu_open(&gpu_options, &bench->gpu, &detail), "gpu_open", &detail);
@@ -160,7 +160,7 @@ static void bench_open(Bench *bench, bool exact, bool wrap)
         must(gpu_upload(bench->gpu, GPU_QUEUE_COMPUTE, bench->weights, 0, bench->host, bench->weight_bytes, GPU_WAIT_NONE,
                         "weights", NULL),
              "gpu_upload", NULL);
-    must(gpu_drain(bench->gpu, TIMEOUT_USEC, &detail), "gpu_drain", &detail);
+    must(gpu_drain(bench->gpu, &detail), "gpu_drain", &detail);
 }
 
 static void bench_close(Bench *bench)
@@ -255,7 +255,7 @@ static double pieces_usec(Bench *bench, unsigned pieces, uint32_t n_rows, double
 
     must(gpu_step_begin(bench->gpu), "gpu_step_begin", NULL);
     run_pieces(bench, pieces, n_rows);
-    must(gpu_step_finish(bench->gpu, TIMEOUT_USEC, &detail), "gpu_step_finish", &detail);
+    must(gpu_step_finish(bench->gpu, &detail), "gpu_step_finish", &detail);
     *ret_cpu_usec = clock_usec(CLOCK_PROCESS_CPUTIME_ID) - cpu_start;
     return clock_usec(CLOCK_MONOTONIC) - start;
 }

@@ -10,6 +10,7 @@
  */
 
 #include "tests/lib/engine-talk.h"
+#include "tests/lib/patience.h"
 
 #include <sys/mman.h>
 #include <time.h>
@@ -161,7 +162,7 @@ int main(int argc, char **argv)
                             {.name = "cold", .policy = packed, .parallel = 2, .keep_alive_usec = UINT64_MAX},
                             {.name = "kept", .policy = packed, .parallel = 2, .keep_alive_usec = UINT64_MAX, .n_prefixes = 4},
                             {.name = "f16", .policy = wide, .parallel = 2, .keep_alive_usec = UINT64_MAX}};
-    EngineOptions options = {.models = models, .n_models = N_ELEMENTS(models), .watchdog_usec = 120 * UINT64_C(1000000)};
+    EngineOptions options = {.gpu = {.deadline_usec = PATIENCE_USEC}, .models = models, .n_models = N_ELEMENTS(models)};
 
     if (argc < 2)
         die("FILE");

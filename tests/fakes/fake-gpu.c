@@ -131,9 +131,9 @@ GpuEvent *gpu_event_unref(GpuEvent *event)
     return event;
 }
 
-int gpu_event_wait(Gpu *gpu, GpuEvent *event, uint64_t timeout_usec, ErrorDetail *reterr)
+int gpu_event_wait(Gpu *gpu, GpuEvent *event, ErrorDetail *reterr)
 {
-    (void)gpu, (void)event, (void)timeout_usec, (void)reterr;
+    (void)gpu, (void)event, (void)reterr;
     fail_msg("not played");
     return -ENOTSUP;
 }

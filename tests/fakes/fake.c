@@ -41,7 +41,7 @@ EngineModel fake_model(const char *name, const char *path)
 Talk *talk_start(const EngineModel *models, size_t n_models, uint32_t max_queue)
 {
     EngineOptions options = {
-        .models = models, .n_models = n_models, .max_queue = max_queue, .watchdog_usec = 1000000};
+        .models = models, .n_models = n_models, .max_queue = max_queue};
 
     return talk_new(&options);
 }

@@ -44,7 +44,7 @@ static const char *const shape_names[] = {"streamed", "resident", "weights"};
 
 static ScriptShape shape_of(const char *name)
 {
-    ScriptShape shape = {.name = name, .options = {.max_rows = MAX_ROWS, .max_sequences = SCRIPT_CACHES, .deadline_usec = 120000000}};
+    ScriptShape shape = {.name = name, .options = {.max_rows = MAX_ROWS, .max_sequences = SCRIPT_CACHES}, .deadline_usec = 120000000};
 
     if (strcmp(name, "streamed") == 0) {
         shape.file = "tiny-llama-tied.gguf";
@@ -62,7 +62,7 @@ static ScriptShape shape_of(const char *name)
         shape.file = "tiny-llama-mixed.gguf";
         shape.options.weights = (ModelWeights){.budget_bytes = 50000, .n_slots = 2};
         shape.policy = policy_of(KV_STRATEGY_OFFLOADED_QUANTIZED);
-        shape = (ScriptShape){shape.name, shape.file, shape.options, shape.policy, shape.other, false, OPS(plain)};
+        shape = (ScriptShape){shape.name, shape.file, shape.options, shape.deadline_usec, shape.policy, shape.other, false, OPS(plain)};
     }
     if (!shape.ops) {
         shape.ops = whole;

@@ -249,7 +249,7 @@ static void quiet(void *userdata, LogLevel level, const char *line)
     (void)line;
 }
 
-static void start(uint64_t watchdog_usec)
+static void start(uint64_t deadline_usec)
 {
     EngineModel model = {.name = "m",
                          .path = path,
@@ -257,20 +257,19 @@ static void start(uint64_t watchdog_usec)
                          .parallel = 2,
                          .n_prefixes = 2,
                          .keep_alive_usec = UINT64_MAX};
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")},
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = deadline_usec},
                              .models = &model,
                              .n_models = 1,
                              .state_dir = state_dir, /* measured once */
-                             .max_queue = 8,
-                             .watchdog_usec = watchdog_usec};
+                             .max_queue = 8};
 
     talk = talk_new(&options);
 }
 
-enum { WATCHDOG_USEC = 60000000, SHORT_WATCHDOG_USEC = 4000000 };
+enum { DEADLINE_USEC = 60000000, SHORT_DEADLINE_USEC = 4000000 };
 
 /* An engine that has served each kind of request twice, and what is there before it. */
-static void open_engine(uint64_t watchdog_usec, FaultLive *ret_none)
+static void open_engine(uint64_t deadline_usec, FaultLive *ret_none)
 {
     script_init();
     log_set_sink(quiet, NULL);
@@ -281,7 +280,7 @@ static void open_engine(uint64_t watchdog_usec, FaultLive *ret_none)
     CHECK(file >= 0);
     script_say("without faults");
     for (int i = 0; i < 2; i++) {
-        start(watchdog_usec);
+        start(deadline_usec);
         for (Kind kind = 0; kind < N_KINDS; kind++) {
             ask(kind, &expected[kind]);
             if (expected[kind].result != ENGINE_RESULT_DONE)
@@ -290,7 +289,7 @@ static void open_engine(uint64_t watchdog_usec, FaultLive *ret_none)
         talk = talk_free(talk);
         fault_live(ret_none);
     }
-    start(watchdog_usec);
+    start(deadline_usec);
     for (Kind kind = 0; kind < N_KINDS; kind++)
         ask_well(kind);
 }
@@ -377,7 +376,7 @@ static void calls(void)
 {
     FaultLive none;
 
-    open_engine(WATCHDOG_USEC, &none);
+    open_engine(DEADLINE_USEC, &none);
     each(&call_of_opencl, PLAIN, true, 6);
     each(&call_of_opencl, BEAMS, false, 4);
     each(&call_of_opencl, SESSION, false, 6);
@@ -389,7 +388,7 @@ static void events(void)
 {
     FaultLive none;
 
-    open_engine(WATCHDOG_USEC, &none);
+    open_engine(DEADLINE_USEC, &none);
     for (Kind kind = 0; kind < N_KINDS; kind++)
         every_event(kind, 2);
     close_engine(NULL);
@@ -399,7 +398,7 @@ static void allocations(void)
 {
     FaultLive none;
 
-    open_engine(WATCHDOG_USEC, &none);
+    open_engine(DEADLINE_USEC, &none);
     each(&allocation, PLAIN, true, 10);
     for (Kind kind = 0; kind < N_KINDS; kind++)
         each(&allocation, kind, false, 12);
@@ -444,7 +443,7 @@ static void stalls(void)
     Tally tally = {0};
     FaultLive none;
 
-    open_engine(SHORT_WATCHDOG_USEC, &none);
+    open_engine(SHORT_DEADLINE_USEC, &none);
     layer = find_layer();
     for (size_t f = 0; f < N_ELEMENTS(cases); f++) {
         char fault[96];

@@ -80,7 +80,7 @@ static const char *const shape_names[] = {"mixed", "stays"};
 
 static ScriptShape shape_of(const char *name)
 {
-    ScriptShape shape = {.name = name, .options = {.max_rows = MAX_ROWS, .max_sequences = 2, .deadline_usec = 120000000}};
+    ScriptShape shape = {.name = name, .options = {.max_rows = MAX_ROWS, .max_sequences = 2}, .deadline_usec = 120000000};
 
     if (strcmp(name, "mixed") == 0) {
         shape.layers[0] = shape.layers[1] = mixed;

@@ -84,14 +84,14 @@ static void run_clean(void)
 static void reopen_world(void)
 {
     close_world();
-    bench.shape.options.deadline_usec = bench.patience_usec;
+    bench.shape.deadline_usec = bench.patience_usec;
     open_world();
     if (!getenv("LEAT_SOAK") || bench.n_lost % 8 == 0) /* the next case is as good, up to its fault */
         run_clean();
     if (!bench.hurries)
         return;
     close_world();
-    bench.shape.options.deadline_usec = SHORT_USEC;
+    bench.shape.deadline_usec = SHORT_USEC;
     open_world();
 }
 
@@ -99,7 +99,7 @@ static void bench_open(const ScriptShape *shape)
 {
     script_init();
     find_layer();
-    bench = (FaultBench){.shape = *shape, .world = SCRIPT_WORLD_NULL, .patience_usec = shape->options.deadline_usec};
+    bench = (FaultBench){.shape = *shape, .world = SCRIPT_WORLD_NULL, .patience_usec = shape->deadline_usec};
     script_say("%s: without faults", shape->name);
     /* What is made once and stays: in drivers, and in the files of compiled kernels. */
     open_world();

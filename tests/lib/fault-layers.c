@@ -19,7 +19,6 @@ struct FaultLayers {
     Gpu *gpu;
     const RandomConfig *config;
     Reference *reference;
-    uint64_t deadline_usec;
     GpuBuffer *qkv[RANDOM_MAX_LAYERS], *out[RANDOM_MAX_LAYERS];
     float *qkv_memory[RANDOM_MAX_LAYERS], *out_memory[RANDOM_MAX_LAYERS];
     States *states; /* (layers, SCRIPT_CACHES) */
@@ -41,14 +40,14 @@ static int open_layer(FaultLayers *layers, uint32_t l, ErrorDetail *reterr)
     return r ? r : gpu_buffer_new(layers->gpu, GPU_PURPOSE_OTHER, RANDOM_MAX_ROWS * out, &layers->out[l], reterr);
 }
 
-int fault_layers_new(Gpu *gpu, const RandomConfig *config, uint64_t deadline_usec, FaultLayers **ret, ErrorDetail *reterr)
+int fault_layers_new(Gpu *gpu, const RandomConfig *config, FaultLayers **ret, ErrorDetail *reterr)
 {
     FaultLayers *layers = calloc(1, sizeof(*layers));
     int r = layers ? 0 : -ENOMEM;
 
     if (r)
         return r;
-    *layers = (FaultLayers){.gpu = gpu, .config = config, .deadline_usec = deadline_usec, .reference = reference_new(config)};
+    *layers = (FaultLayers){.gpu = gpu, .config = config, .reference = reference_new(config)};
     layers->states = calloc((size_t)RANDOM_MAX_LAYERS * SCRIPT_CACHES, sizeof(States));
     r = layers->states ? 0 : -ENOMEM;
     for (uint32_t l = 0; l < config->n_layers && !r; l++)
@@ -179,12 +178,12 @@ static int queue_layers(FaultLayers *layers, KvPass *pass, const FaultItem *item
 static int end_pass(FaultLayers *layers, KvPass *pass, int r, ErrorDetail *reterr)
 {
     if (!r)
-        r = gpu_step_finish(layers->gpu, layers->deadline_usec, reterr);
+        r = gpu_step_finish(layers->gpu, reterr);
     if (!r)
         return kv_pass_commit(pass);
     gpu_explain(layers->gpu, reterr);
     if (!gpu_is_lost(layers->gpu))
-        (void)gpu_drain(layers->gpu, layers->deadline_usec, NULL);
+        (void)gpu_drain(layers->gpu, NULL);
     (void)kv_pass_abort(pass);
     return r;
 }

@@ -15,7 +15,7 @@ enum { FAULT_FORM_LEAT, FAULT_FORM_F16, FAULT_FORM_F32 };
 typedef struct FaultLayers FaultLayers;
 
 /* @config: borrowed. */
-int fault_layers_new(Gpu *gpu, const RandomConfig *config, uint64_t deadline_usec, FaultLayers **ret, ErrorDetail *reterr);
+int fault_layers_new(Gpu *gpu, const RandomConfig *config, FaultLayers **ret, ErrorDetail *reterr);
 FaultLayers *fault_layers_free(FaultLayers *layers);
 /* A store of these layers under the policy of @config. */
 int fault_layers_store(const FaultLayers *layers, const RandomConfig *config, KvStore **ret, ErrorDetail *reterr);

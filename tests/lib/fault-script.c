@@ -436,7 +436,7 @@ void script_run(ScriptWorld *world, const ScriptShape *shape, ScriptTape *tape, 
             script_refuse(world->gpu, world->store, run.caches);
     }
     /* What befell the device after the last operation is known now, not when the world is closed. */
-    if (!ret->lost && gpu_drain(world->gpu, shape->options.deadline_usec, &run.detail)) {
+    if (!ret->lost && gpu_drain(world->gpu, &run.detail)) {
         ret->n_failed++;
         ret->lost = check_failure(&run, GPU_E_LOST, before, may_fail, ret);
     }

@@ -40,10 +40,10 @@ typedef struct ScriptOp {
 typedef struct ScriptShape {
     const char *name, *file;
     ModelOptions options;
+    uint64_t deadline_usec; /* of the device */
     KvPolicy policy, other; /* other: where everything moves to and comes back from */
     bool has_other;
-    RandomConfig layers[2]; /* instead of all that, when there are any, and of options the rows and the deadline hold: the second differs in its
-                             * policy */
+    RandomConfig layers[2]; /* instead of all that, when there are any, and of options the rows hold: the second differs in its policy */
     const ScriptOp *ops;
     size_t n_ops;
     bool refuses; /* script_refuse() after each operation */

@@ -32,14 +32,14 @@ static int open_model(const ScriptShape *shape, ScriptWorld *world, ErrorDetail 
 
 static int open_layers(const ScriptShape *shape, ScriptWorld *world, ErrorDetail *reterr)
 {
-    int r = fault_layers_new(world->gpu, &shape->layers[0], shape->options.deadline_usec, &world->layers, reterr);
+    int r = fault_layers_new(world->gpu, &shape->layers[0], &world->layers, reterr);
 
     return r ? r : fault_layers_store(world->layers, &shape->layers[0], &world->store, reterr);
 }
 
 int script_world_open(const ScriptShape *shape, ScriptWorld *ret, ErrorDetail *reterr)
 {
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
+    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = shape->deadline_usec};
     ScriptWorld world = SCRIPT_WORLD_NULL;
     int r;
 

@@ -2,6 +2,7 @@
 /* The device with a model without weights on it, and what tests of stores do with both. */
 
 #include "tests/lib/kv-rig.h"
+#include "tests/lib/patience.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -14,7 +15,7 @@ static const uint8_t digest[KV_IMAGE_DIGEST] = {1, 2, 3, 4};
 
 KvRig *kv_rig_new(uint32_t max_sequences)
 {
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
+    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC};
     KvRig *rig = calloc(1, sizeof(*rig));
     ErrorDetail detail = ERROR_DETAIL_NULL;
 

@@ -3,6 +3,7 @@
 
 #include "tests/lib/model-rig.h"
 #include "quant/base/log.h"
+#include "tests/lib/patience.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -20,7 +21,7 @@ static void end_on(int r, const char *what, const ErrorDetail *detail)
 
 Gpu *rig_open_gpu(void)
 {
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
+    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     Gpu *gpu = NULL;
 

@@ -132,7 +132,7 @@ static void fill_inputs(Run *run, const Item *items, uint32_t n_items)
 static void finish_step(Run *run)
 {
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    int r = gpu_step_finish(run->world->gpu, STEP_USEC, &detail);
+    int r = gpu_step_finish(run->world->gpu, &detail);
 
     if (r)
         fprintf(stderr, "%s\n", detail.text);

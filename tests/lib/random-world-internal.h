@@ -5,7 +5,6 @@
 #include "tests/lib/random-reference.h"
 #include "tests/lib/random-world.h"
 
-#define STEP_USEC       (600 * 1000 * 1000) /* PoCL compiles inside a step, on a machine that may be busy; only a hang is longer */
 #define CONV_BYTES      RANDOM_CONV_BYTES
 #define RECURRENT_BYTES RANDOM_RECURRENT_BYTES
 #define MAX_STEPS       RANDOM_MAX_STEPS

@@ -5,6 +5,7 @@
  */
 
 #include "tests/lib/attend-world.h"
+#include "tests/lib/patience.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -18,7 +19,7 @@
 
 static int set_up(void **state)
 {
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
+    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     static Gpu *gpu;
 

@@ -12,6 +12,7 @@
  */
 
 #include "tests/lib/attend-world.h"
+#include "tests/lib/patience.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -29,7 +30,7 @@ typedef struct Fixture {
 static int set_up(void **state)
 {
     static Fixture fixture;
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
+    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC};
     ErrorDetail detail = ERROR_DETAIL_NULL;
 
     if (gpu_open(&options, &fixture.gpu, &detail)) {

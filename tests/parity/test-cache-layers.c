@@ -5,6 +5,7 @@
  */
 
 #include "cache/kv-migrate.h"
+#include "tests/lib/patience.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -24,7 +25,6 @@
 #define K_DIM    64u
 #define V_DIM    32u
 #define WIDTH    (HEADS * V_DIM)
-#define STEP_USEC (600u * 1000 * 1000) /* PoCL compiles inside a step, on a machine that may be busy; only a hang is longer */
 
 static const KvShape cross_shape = {.n_heads = HEADS, .n_kv_heads = KV_HEADS, .k_head_dim = K_DIM, .v_head_dim = V_DIM};
 
@@ -180,7 +180,7 @@ static void upload_rows(Fixture *fixture, uint32_t layer, uint32_t first, uint32
     assert_int_equal(gpu_upload(fixture->gpu, GPU_QUEUE_COMPUTE, fixture->qkv, 0, fixture->qkv_memory,
                                 (uint64_t)(row - fixture->qkv_memory) * sizeof(float), GPU_WAIT_NONE, "qkv", NULL),
                      0);
-    assert_int_equal(gpu_drain(fixture->gpu, STEP_USEC, NULL), 0);
+    assert_int_equal(gpu_drain(fixture->gpu, NULL), 0);
 }
 
 static void write_cross(Fixture *fixture, KvStore *store, KvCache *cache)
@@ -196,7 +196,7 @@ static void write_cross(Fixture *fixture, KvStore *store, KvCache *cache)
         must(kv_cross_begin(store, &item, 1, &pass, &detail), &detail);
         upload_rows(fixture, 4, kv_cache_cross_length(cache), chunks[i], false, true);
         must(kv_cross_layer(pass, 4, fixture->qkv, &detail), &detail);
-        must(gpu_step_finish(fixture->gpu, STEP_USEC, &detail), &detail);
+        must(gpu_step_finish(fixture->gpu, &detail), &detail);
         assert_int_equal(kv_pass_commit(pass), 0);
     }
     assert_int_equal(kv_cache_cross_length(cache), N_CROSS);
@@ -221,7 +221,7 @@ static void run_pass(Fixture *fixture, KvStore *store, KvCache *cache, uint32_t 
                          0);
     }
     assert_int_equal(kv_pass_prefetch(pass), 0);
-    must(gpu_step_finish(fixture->gpu, STEP_USEC, &detail), &detail);
+    must(gpu_step_finish(fixture->gpu, &detail), &detail);
     assert_int_equal(kv_pass_commit(pass), 0);
 }
 
@@ -474,7 +474,7 @@ static void a_windowed_layer_keeps_only_what_can_be_seen(void **state)
             upload_rows(fixture, l, 0, MAX_ROWS, true, true);
             assert_int_equal(kv_pass_layer(pass, l, fixture->qkv, fixture->out, NULL), 0);
         }
-        assert_int_equal(gpu_step_finish(fixture->gpu, STEP_USEC, NULL), 0);
+        assert_int_equal(gpu_step_finish(fixture->gpu, NULL), 0);
         assert_int_equal(kv_pass_commit(pass), 0);
         if (done == 2 * MAX_ROWS)
             assert_int_equal(kv_cache_record(cache, true), 0);
@@ -498,7 +498,7 @@ static int setup(void **state)
 {
     Fixture *fixture = calloc(1, sizeof(*fixture));
     ErrorDetail detail = ERROR_DETAIL_NULL;
-    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE")};
+    GpuOptions options = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC};
     int r;
 
     assert_non_null(fixture);

@@ -7,6 +7,7 @@
 
 #include "tests/lib/beam-oracle.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 
 #include <jansson.h>
 #include <sys/mman.h>
@@ -41,10 +42,9 @@ static EngineModel tiny(const char *name, KvPolicy policy)
 
 static Talk *start(const EngineModel *models, size_t n, uint64_t budget)
 {
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .default_max_memory_bytes = budget},
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC, .default_max_memory_bytes = budget},
                              .models = models,
-                             .n_models = n,
-                             .watchdog_usec = 600000000};
+                             .n_models = n};
 
     return talk_new(&options);
 }

@@ -6,6 +6,7 @@
 
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -21,10 +22,9 @@ static EngineModel tiny(const char *name, const char *path, KvStrategy strategy)
 
 static Talk *start(const EngineModel *models, size_t n, uint64_t host_memory_bytes)
 {
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")},
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC},
                              .models = models,
                              .n_models = n,
-                             .watchdog_usec = 600000000,
                              .host_memory_bytes = host_memory_bytes};
 
     return talk_new(&options);
@@ -85,7 +85,7 @@ static void many_sessions_in_the_memory_of_a_few_say_what_each_says_alone(void *
 static void what_is_idle_on_the_host_stays_when_the_device_runs_short(void **state)
 {
     const EngineModel models[] = {tiny("packed", tied, KV_STRATEGY_OFFLOADED_QUANTIZED), tiny("whole", mixed, KV_STRATEGY_DYNAMIC)};
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = models, .n_models = 2, .watchdog_usec = 600000000};
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC}, .models = models, .n_models = 2};
     uint64_t host = 0;
     int32_t ids[N_IDS];
     uint32_t n_run = 0;

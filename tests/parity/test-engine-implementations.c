@@ -7,6 +7,7 @@
 
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 #include "tests/lib/place.h"
 
 #include <jansson.h>
@@ -43,7 +44,7 @@ static Talk *start(void)
 {
     EngineModel model = {.name = "real", .path = model_path, .context = 512, .policy = policy_of(KV_STRATEGY_DYNAMIC),
                          .parallel = 2 * N_PROMPTS, .keep_alive_usec = UINT64_MAX};
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 600000000};
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC}, .models = &model, .n_models = 1};
 
     return talk_new(&options);
 }

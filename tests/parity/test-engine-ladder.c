@@ -6,6 +6,7 @@
 
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 #include "tests/lib/place.h"
 
 #include <jansson.h>
@@ -32,11 +33,11 @@ static EngineModel tiny(KvStrategy strategy)
 static Talk *start(const EngineModel *model, uint64_t bytes)
 {
     GpuMatch match = {.type = GPU_DEVICE_TYPE_X_INVALID, .max_memory_bytes = bytes};
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .matches = &match, .n_matches = bytes > 0},
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC, .matches = &match,
+                                     .n_matches = bytes > 0},
                              .models = model,
                              .n_models = 1,
-                             .state_dir = state_dir, /* measured once */
-                             .watchdog_usec = 600000000};
+                             .state_dir = state_dir /* measured once */};
 
     return talk_new(&options);
 }

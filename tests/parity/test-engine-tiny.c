@@ -6,6 +6,7 @@
 
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 
 #include <fcntl.h>
 #include <jansson.h>
@@ -30,7 +31,7 @@ static EngineModel tiny(const char *name, const char *path, KvStrategy strategy,
 static Talk *start(const EngineModel *models, size_t n)
 {
     EngineOptions options = {
-        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = models, .n_models = n, .watchdog_usec = 600000000};
+        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC}, .models = models, .n_models = n};
 
     return talk_new(&options);
 }

@@ -6,6 +6,7 @@
 
 #include "tests/lib/beam-oracle.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 #include "tests/lib/place.h"
 
 static const char *model_path;
@@ -18,7 +19,7 @@ static Talk *start(KvStrategy strategy, bool exact, KvTransfer transfer)
                          .policy = kv_policy_preset(strategy, exact),
                          .parallel = 4,
                          .keep_alive_usec = UINT64_MAX};
-    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 600000000};
+    EngineOptions options = {.gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC}, .models = &model, .n_models = 1};
 
     model.policy.transfer = transfer;
     return talk_new(&options);

@@ -7,6 +7,7 @@
 
 #include "tests/lib/beam-oracle.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 #include "tests/lib/sim-rig.h"
 
 #define N_PROMPT 400
@@ -34,7 +35,7 @@ static void search(KvStrategy strategy, uint32_t parallel)
     static char path[4096];
     EngineModel model = {.name = "m", .path = path, .policy = kv_policy_preset(strategy, false), .parallel = parallel, .keep_alive_usec = UINT64_MAX};
     EngineOptions options = {
-        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 600000000};
+        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC}, .models = &model, .n_models = 1};
     EngineRequest request;
     EngineDeviceStatus device;
     int32_t ids[N_PROMPT];

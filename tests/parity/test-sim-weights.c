@@ -6,6 +6,7 @@
 
 #include "tests/lib/engine-talk.h"
 #include "tests/lib/model-rig.h"
+#include "tests/lib/patience.h"
 #include "tests/lib/sim-rig.h"
 #include "tests/sim/clsim.h"
 
@@ -117,7 +118,7 @@ static bool generate(clsim_set_faults_fn arm, clsim_count_calls_fn count, uint32
                          .parallel = 1,
                          .keep_alive_usec = UINT64_MAX};
     EngineOptions options = {
-        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE")}, .models = &model, .n_models = 1, .watchdog_usec = 600000000};
+        .gpu = {.cache_dir = getenv("LEAT_TEST_CACHE"), .deadline_usec = PATIENCE_USEC}, .models = &model, .n_models = 1};
     EngineRequest request = raw_request("m", NULL, 20);
     bool reached;
     Talk *talk;

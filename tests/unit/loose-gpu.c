@@ -164,27 +164,24 @@ static bool loose_run_one(Gpu *gpu)
     return false;
 }
 
-int gpu_event_wait(Gpu *gpu, GpuEvent *event, uint64_t timeout_usec, ErrorDetail *reterr)
+int gpu_event_wait(Gpu *gpu, GpuEvent *event, ErrorDetail *reterr)
 {
-    (void)timeout_usec;
     (void)reterr;
     while (!event->done)
         assert(loose_run_one(gpu)); /* else it waits for ever */
     return gpu->lost ? GPU_E_LOST : 0;
 }
 
-int gpu_step_finish(Gpu *gpu, uint64_t timeout_usec, ErrorDetail *reterr)
+int gpu_step_finish(Gpu *gpu, ErrorDetail *reterr)
 {
-    (void)timeout_usec;
     (void)reterr;
     while (gpu->first[GPU_QUEUE_COMPUTE])
         assert(loose_run_one(gpu));
     return gpu->lost ? GPU_E_LOST : 0;
 }
 
-int gpu_drain(Gpu *gpu, uint64_t timeout_usec, ErrorDetail *reterr)
+int gpu_drain(Gpu *gpu, ErrorDetail *reterr)
 {
-    (void)timeout_usec;
     (void)reterr;
     while (loose_run_one(gpu))
         ;
@@ -254,7 +251,7 @@ GpuBuffer *gpu_buffer_free(GpuBuffer *buffer)
     if (!buffer)
         return NULL;
     if (!buffer->wrapped) {
-        (void)gpu_drain(buffer->gpu, 0, NULL); /* OpenCL keeps memory until its commands are over */
+        (void)gpu_drain(buffer->gpu, NULL); /* OpenCL keeps memory until its commands are over */
         buffer->gpu->used[buffer->purpose] -= buffer->bytes;
         free(buffer->data);
     }
@@ -563,7 +560,7 @@ int attend_new(Gpu *gpu, const AttendOptions *options, Attend **ret, ErrorDetail
 Attend *attend_free(Attend *attend)
 {
     if (attend) {
-        (void)gpu_drain(attend->gpu, 0, NULL);
+        (void)gpu_drain(attend->gpu, NULL);
         free(attend->ids);
         free(attend->state);
     }

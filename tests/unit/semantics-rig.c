@@ -82,7 +82,7 @@ static Fixture *fixture_free(Fixture *fixture)
     (void)gpu_buffer_free(fixture->qkv);
     for (uint32_t l = 0; l < fixture->model.n_layers; l++)
         (void)gpu_buffer_free(fixture->out[l]);
-    (void)gpu_drain(&fixture->gpu, 0, NULL);
+    (void)gpu_drain(&fixture->gpu, NULL);
     for (uint32_t p = 0; p < GPU_PURPOSE_X_MAX; p++)
         used += fixture->gpu.used[p];
     assert_int_equal(used, 0);
@@ -141,7 +141,7 @@ static void run_pass(Fixture *fixture, uint32_t n_items, uint32_t n_tokens)
         if (fixture->layers[l].kind != KV_LAYER_NONE)
             assert_int_equal(kv_pass_layer(pass, l, fixture->qkv, fixture->out[l], NULL), 0);
     assert_int_equal(kv_pass_prefetch(pass), 0);
-    assert_int_equal(gpu_step_finish(&fixture->gpu, 0, NULL), 0);
+    assert_int_equal(gpu_step_finish(&fixture->gpu, NULL), 0);
     for (uint32_t i = 0, r = 0; i < n_items; i++)
         for (uint32_t t = 0; t < n_tokens; t++, r++)
             if (r % every == 0)

@@ -2,6 +2,7 @@
 /* Device memory: the sums are exact, a refusal changes nothing, wrapped memory is read and written in place. */
 
 #include "opencl/gpu-internal.h"
+#include "tests/lib/patience.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -12,11 +13,9 @@
 
 #include <cmocka.h>
 
-#define TIMEOUT_USEC UINT64_C(600000000)
-
 static int setup(void **state)
 {
-    const GpuOptions options = {0};
+    const GpuOptions options = {.deadline_usec = PATIENCE_USEC};
 
     return gpu_open(&options, (Gpu **)state, NULL);
 }
@@ -149,7 +148,7 @@ static void gpu_copies_give_back_the_same_bytes(void **state)
     assert_int_equal(gpu_upload(gpu, GPU_QUEUE_UPLOAD, a, 3, from, N, GPU_WAIT_NONE, "a", &uploaded), 0);
     assert_int_equal(gpu_copy(gpu, GPU_QUEUE_COMPUTE, b, 5, a, 3, N, (GpuWait){&uploaded, 1}, "b", &copied), 0);
     assert_int_equal(gpu_download(gpu, GPU_QUEUE_DOWNLOAD, b, 5, to, N, (GpuWait){&copied, 1}, "c", NULL), 0);
-    assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_drain(gpu, NULL), 0);
     assert_memory_equal(from, to, N);
     gpu_counters(gpu, &after);
     assert_int_equal(after.n_uploads - before.n_uploads, 1);
@@ -174,9 +173,9 @@ static void gpu_fill_zero_fills_exactly_its_range(void **state)
             assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, N, &buffer, NULL), 0);
             assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, bytes, N, GPU_WAIT_NONE, "x", NULL), 0);
             assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, offset, n), 0);
-            assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+            assert_int_equal(gpu_drain(gpu, NULL), 0);
             assert_int_equal(gpu_download(gpu, GPU_QUEUE_COMPUTE, buffer, 0, bytes, N, GPU_WAIT_NONE, "y", NULL), 0);
-            assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+            assert_int_equal(gpu_drain(gpu, NULL), 0);
             for (uint64_t i = 0; i < N; i++)
                 assert_int_equal(bytes[i], i >= offset && i < offset + n ? 0 : 0xa5);
         }
@@ -199,7 +198,7 @@ static void gpu_copies_refuse_ranges_outside_of_a_buffer_and_keep_the_device(voi
     assert_int_equal(gpu_upload(gpu, GPU_QUEUE_UPLOAD, a, 0, bytes, 0, GPU_WAIT_NONE, "", NULL), -EINVAL);
     assert_false(gpu_is_lost(gpu));
     assert_int_equal(gpu_upload(gpu, GPU_QUEUE_UPLOAD, a, 0, bytes, 64, GPU_WAIT_NONE, "", NULL), 0);
-    assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_drain(gpu, NULL), 0);
 }
 
 static void gpu_buffer_wrap_is_read_and_written_in_place_and_not_counted(void **state)
@@ -225,7 +224,7 @@ static void gpu_buffer_wrap_is_read_and_written_in_place_and_not_counted(void **
             memory[i] = round * i;
         assert_int_equal(gpu_copy(gpu, GPU_QUEUE_COMPUTE, other, 0, wrapped, 0, N * 4, GPU_WAIT_NONE, "", NULL), 0);
         assert_int_equal(gpu_download(gpu, GPU_QUEUE_COMPUTE, other, 0, back, N * 4, GPU_WAIT_NONE, "", NULL), 0);
-        assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+        assert_int_equal(gpu_drain(gpu, NULL), 0);
         assert_memory_equal(back, memory, N * 4);
     }
     assert_int_equal(gpu_buffer_wrap(gpu, (char *)memory + 64, 64, &refused, &detail), -EINVAL);
@@ -266,7 +265,7 @@ static void gpu_buffer_free_of_a_large_buffer_in_use_gives_its_memory_back(void 
         assert_int_equal(gpu_download(gpu, GPU_QUEUE_COMPUTE, a, bytes - 1, &last, 1, GPU_WAIT_NONE, "y", NULL), 0);
         gpu_buffer_free(a);
         gpu_buffer_free(b);
-        assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+        assert_int_equal(gpu_drain(gpu, NULL), 0);
     }
     assert_true(address_space_pages() < before + 2 * bytes / page);
 }

@@ -2,6 +2,7 @@
 /* Programs: sharing, the binary cache on disk, the compiler in a child process, launch checks. */
 
 #include "opencl/gpu-internal.h"
+#include "tests/lib/patience.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -71,7 +72,7 @@ static int teardown(void **state)
 
 static Gpu *open_gpu(const char *cache_dir, const char *compiler)
 {
-    const GpuOptions options = {.cache_dir = cache_dir, .compiler = compiler};
+    const GpuOptions options = {.cache_dir = cache_dir, .compiler = compiler, .deadline_usec = PATIENCE_USEC};
     ErrorDetail detail = ERROR_DETAIL_NULL;
     Gpu *gpu = NULL;
     int r = gpu_open(&options, &gpu, &detail);
@@ -98,7 +99,7 @@ static void check_works(Gpu *gpu, GpuProgram *program)
     assert_int_equal(gpu_kernel_set_buffer(kernel, 1, out), 0);
     assert_int_equal(gpu_launch(kernel, GPU_RANGE_1D(2, 1), GPU_WAIT_NONE, NULL), 0);
     assert_int_equal(gpu_download(gpu, GPU_QUEUE_COMPUTE, out, 0, y, sizeof(y), GPU_WAIT_NONE, "y", NULL), 0);
-    assert_int_equal(gpu_drain(gpu, 60000000, NULL), 0);
+    assert_int_equal(gpu_drain(gpu, NULL), 0);
     for (int i = 0; i < 2; i++) {
         float f = (float)(x[i] & 0xffff) * 0.25f + 1.0f;
         uint32_t bits;
@@ -419,7 +420,7 @@ static void gpu_launch_refuses_ranges_that_do_not_fit_and_keeps_the_device(void 
     assert_int_equal(counters.n_launches, 0);
     assert_false(gpu_is_lost(gpu));
     assert_int_equal(gpu_launch(kernel, GPU_RANGE_1D(4, 1), GPU_WAIT_NONE, NULL), 0);
-    assert_int_equal(gpu_drain(gpu, 60000000, NULL), 0);
+    assert_int_equal(gpu_drain(gpu, NULL), 0);
     gpu_counters(gpu, &counters);
     assert_int_equal(counters.n_launches, 1);
 }
@@ -444,7 +445,7 @@ static void gpu_launch_that_the_driver_refuses_loses_the_device(void **state)
     assert_non_null(strstr(detail.text, "CL_INVALID_KERNEL_ARGS"));
     assert_non_null(strstr(detail.text, "clEnqueueNDRangeKernel"));
     assert_int_equal(gpu_step_begin(gpu), -ENODEV);
-    assert_int_equal(gpu_step_finish(gpu, 1000, &detail), -ENODEV);
+    assert_int_equal(gpu_step_finish(gpu, &detail), -ENODEV);
     assert_int_equal(gpu_program_get(gpu, sources, 1, "-DX=9", &program, &detail), -ENODEV);
 }
 

@@ -5,6 +5,7 @@
  */
 
 #include "opencl/gpu-internal.h"
+#include "tests/lib/patience.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -14,8 +15,6 @@
 #include <unistd.h>
 
 #include <cmocka.h>
-
-#define TIMEOUT_USEC UINT64_C(600000000)
 
 #if defined(__SANITIZE_ADDRESS__)
 /* After a hang the driver's objects are abandoned on purpose. */
@@ -28,7 +27,7 @@ const char *__lsan_default_suppressions(void)
 
 static int setup(void **state)
 {
-    const GpuOptions options = {0};
+    const GpuOptions options = {.deadline_usec = PATIENCE_USEC};
 
     return gpu_open(&options, (Gpu **)state, NULL);
 }
@@ -75,11 +74,11 @@ static void gpu_command_waits_for_events_of_other_queues_and_not_longer(void **s
     assert_int_equal(gpu_event_status(uploaded), 0);
     assert_int_equal(gpu_event_status(back), 0);
     assert_int_equal(clSetUserEventStatus(user, CL_COMPLETE), CL_SUCCESS);
-    assert_int_equal(gpu_event_wait(gpu, back, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_event_wait(gpu, back, NULL), 0);
     assert_int_equal(gpu_event_status(back), 1);
     assert_int_equal(result, 42);
-    assert_int_equal(gpu_event_wait(gpu, uploaded, TIMEOUT_USEC, NULL), 0);
-    assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_event_wait(gpu, uploaded, NULL), 0);
+    assert_int_equal(gpu_drain(gpu, NULL), 0);
     assert_int_equal(gpu->n_pending, 0);
 }
 
@@ -93,12 +92,12 @@ static void gpu_step_finish_leaves_copies_in_flight_to_a_later_step(void **state
     assert_int_equal(gpu_step_begin(gpu), 0);
     prefetch = fake_command(gpu, GPU_QUEUE_UPLOAD, "prefetch", NULL);
     assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_step_finish(gpu, NULL), 0);
     assert_int_equal(gpu->n_pending, 1);
     assert_int_equal(gpu_step_begin(gpu), 0);
     assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
     assert_int_equal(clSetUserEventStatus(prefetch, CL_COMPLETE), CL_SUCCESS);
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_step_finish(gpu, NULL), 0);
     assert_int_equal(gpu->n_pending, 0);
 }
 
@@ -119,15 +118,15 @@ static void gpu_step_finish_finds_the_one_command_that_failed(void **state)
     for (int i = 0; i < 50; i++)
         assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
     assert_int_equal(clSetUserEventStatus(user, CL_OUT_OF_RESOURCES), CL_SUCCESS);
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), GPU_E_LOST);
+    assert_int_equal(gpu_step_finish(gpu, &detail), GPU_E_LOST);
     print_message("%s\n", detail.text);
     assert_non_null(strstr(detail.text, "the culprit"));
     assert_non_null(strstr(detail.text, "CL_OUT_OF_RESOURCES"));
     assert_true(gpu_is_lost(gpu));
     assert_int_equal(gpu_event_status(failed), -EIO);
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), -ENODEV);
-    assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, &detail), -ENODEV);
-    assert_int_equal(gpu_event_wait(gpu, failed, TIMEOUT_USEC, &detail), -ENODEV);
+    assert_int_equal(gpu_step_finish(gpu, &detail), -ENODEV);
+    assert_int_equal(gpu_drain(gpu, &detail), -ENODEV);
+    assert_int_equal(gpu_event_wait(gpu, failed, &detail), -ENODEV);
     assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), -ENODEV);
     assert_int_equal(gpu_flush(gpu, GPU_QUEUE_COMPUTE), -ENODEV);
     assert_non_null(strstr(detail.text, "the culprit")); /* the reason stays */
@@ -166,14 +165,14 @@ static void gpu_step_finish_finds_what_fails_after_its_first_look(void **state)
         assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
     assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, &value, sizeof(value), (GpuWait){&held, 1}, "last", NULL), 0);
     assert_int_equal(pthread_create(&thread, NULL, fail_then_go_on, users), 0);
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), GPU_E_LOST);
+    assert_int_equal(gpu_step_finish(gpu, &detail), GPU_E_LOST);
     assert_int_equal(pthread_join(thread, NULL), 0);
     print_message("%s\n", detail.text);
     assert_non_null(strstr(detail.text, "the late culprit"));
     assert_true(gpu_is_lost(gpu));
     /* The culprit is the oldest, behind which nothing is looked at any more: what is gone went before it failed. */
     assert_in_range(gpu->n_pending, 2, N_COMMANDS / 4);
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), -ENODEV);
+    assert_int_equal(gpu_step_finish(gpu, &detail), -ENODEV);
     assert_int_equal(gpu_event_status(failed), -EIO);
 }
 
@@ -219,11 +218,12 @@ static void gpu_step_finish_gives_up_at_its_first_look(void **state)
     assert_int_equal(gpu_upload(gpu, GPU_QUEUE_COMPUTE, buffer, 0, &value, sizeof(value), (GpuWait){&held, 1}, "first", NULL), 0);
     for (int i = 0; i < 200; i++)
         assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_COMPUTE, buffer, 0, 4096), 0);
+    gpu->deadline_usec = 300000;
     begin_usec = gpu_now_usec();
-    assert_int_equal(gpu_step_finish(gpu, 300000, &detail), GPU_E_HUNG);
+    assert_int_equal(gpu_step_finish(gpu, &detail), GPU_E_HUNG);
     assert_in_range(gpu_now_usec() - begin_usec, 300000, 2000000);
     assert_true(gpu_is_lost(gpu));
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, &detail), -ENODEV);
+    assert_int_equal(gpu_step_finish(gpu, &detail), -ENODEV);
     assert_int_equal(clSetUserEventStatus(user, CL_COMPLETE), CL_SUCCESS); /* lets the driver's threads go */
     for (int tries = 0; tries < 1000 && atomic_load(&gpu->signal->n_refs) > 1; tries++)
         sleep_usec(10000);
@@ -238,7 +238,7 @@ static void gpu_event_wait_reports_the_failure_of_its_event(void **state)
     cl_event user = fake_command(gpu, GPU_QUEUE_UPLOAD, "broken copy", &failed);
 
     assert_int_equal(clSetUserEventStatus(user, CL_MEM_OBJECT_ALLOCATION_FAILURE), CL_SUCCESS);
-    assert_int_equal(gpu_event_wait(gpu, failed, TIMEOUT_USEC, &detail), GPU_E_LOST);
+    assert_int_equal(gpu_event_wait(gpu, failed, &detail), GPU_E_LOST);
     assert_non_null(strstr(detail.text, "broken copy"));
 }
 
@@ -252,8 +252,9 @@ static void gpu_step_finish_gives_up_at_its_deadline_without_spinning(void **sta
     long cpu_usec;
 
     assert_int_equal(clRetainEvent(user), CL_SUCCESS);
+    gpu->deadline_usec = 150000;
     (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &cpu_before);
-    assert_int_equal(gpu_step_finish(gpu, 150000, &detail), GPU_E_HUNG);
+    assert_int_equal(gpu_step_finish(gpu, &detail), GPU_E_HUNG);
     (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &cpu_after);
     took = gpu_now_usec() - began;
     cpu_usec = (cpu_after.tv_sec - cpu_before.tv_sec) * 1000000 + (cpu_after.tv_nsec - cpu_before.tv_nsec) / 1000;
@@ -271,7 +272,7 @@ static void gpu_step_finish_gives_up_at_its_deadline_without_spinning(void **sta
 
 static void gpu_free_after_a_hang_does_not_wait(void **state)
 {
-    const GpuOptions options = {0};
+    const GpuOptions options = {.deadline_usec = 1000};
     cl_event user;
     uint64_t began;
     Gpu *gpu = NULL;
@@ -280,7 +281,7 @@ static void gpu_free_after_a_hang_does_not_wait(void **state)
     assert_int_equal(gpu_open(&options, &gpu, NULL), 0);
     user = fake_command(gpu, GPU_QUEUE_COMPUTE, "hangs", NULL);
     assert_int_equal(clRetainEvent(user), CL_SUCCESS);
-    assert_int_equal(gpu_drain(gpu, 1000, NULL), GPU_E_HUNG);
+    assert_int_equal(gpu_drain(gpu, NULL), GPU_E_HUNG);
     began = gpu_now_usec();
     assert_null(gpu_free(gpu));
     assert_true(gpu_now_usec() - began < 1000000);
@@ -300,7 +301,7 @@ static void warm_step(Gpu *gpu, GpuBuffer *a, GpuBuffer *b, char *host)
         assert_int_equal(gpu_copy(gpu, GPU_QUEUE_COMPUTE, b, 0, a, 0, 64, (GpuWait){&uploaded, 1}, "copy", &copied), 0);
         assert_int_equal(gpu_download(gpu, GPU_QUEUE_DOWNLOAD, b, 0, host + 64, 64, (GpuWait){&copied, 1}, "out", NULL), 0);
     }
-    assert_int_equal(gpu_step_finish(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_step_finish(gpu, NULL), 0);
 }
 
 static size_t n_event_blocks(const Gpu *gpu)
@@ -333,14 +334,14 @@ static void gpu_step_after_warm_up_allocates_nothing_of_ours_and_leaks_no_event(
     assert_int_equal(gpu_buffer_new(gpu, GPU_PURPOSE_OTHER, 64, &b, NULL), 0);
     for (int i = 0; i < 3; i++)
         warm_step(gpu, a, b, host);
-    assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_drain(gpu, NULL), 0);
     blocks = n_event_blocks(gpu);
     pending = gpu->n_pending_allocated;
     waits = gpu->n_waits_allocated;
     gpu_counters(gpu, &before);
     for (int i = 0; i < 100; i++) {
         warm_step(gpu, a, b, host);
-        assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+        assert_int_equal(gpu_drain(gpu, NULL), 0);
     }
     gpu_counters(gpu, &after);
     assert_int_equal(n_event_blocks(gpu), blocks);
@@ -362,10 +363,10 @@ static void gpu_commands_without_a_step_do_not_pile_up(void **state)
     for (int i = 0; i < 30000; i++) {
         assert_int_equal(gpu_fill_zero(gpu, GPU_QUEUE_UPLOAD, buffer, 0, 64), 0);
         if (i % 1000 == 999)
-            assert_int_equal(gpu_event_wait(gpu, gpu->last[GPU_QUEUE_UPLOAD], TIMEOUT_USEC, NULL), 0);
+            assert_int_equal(gpu_event_wait(gpu, gpu->last[GPU_QUEUE_UPLOAD], NULL), 0);
     }
     assert_true(gpu->n_pending_allocated <= 8192);
-    assert_int_equal(gpu_drain(gpu, TIMEOUT_USEC, NULL), 0);
+    assert_int_equal(gpu_drain(gpu, NULL), 0);
 }
 
 int main(void)

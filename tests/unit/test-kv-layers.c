@@ -133,7 +133,7 @@ static void fixture_deinit(Fixture *fixture)
         (void)gpu_buffer_free(fixture->qkv[l]);
         (void)gpu_buffer_free(fixture->out[l]);
     }
-    (void)gpu_drain(&fixture->gpu, 0, NULL);
+    (void)gpu_drain(&fixture->gpu, NULL);
     for (uint32_t p = 0; p < GPU_PURPOSE_X_MAX; p++)
         used += fixture->gpu.used[p];
     assert_int_equal(used, 0);
@@ -319,7 +319,7 @@ static int run_pass(Fixture *fixture, Sequence **sequences, const uint32_t *n_to
     if (!r && n_layers >= N_LAYERS)
         r = kv_pass_prefetch(pass);
     if (!r && n_layers >= N_LAYERS)
-        r = gpu_step_finish(&fixture->gpu, 0, NULL);
+        r = gpu_step_finish(&fixture->gpu, NULL);
     if (r || n_layers <= N_LAYERS) {
         (void)kv_pass_abort(pass);
         return r;
@@ -357,7 +357,7 @@ static int write_cross(Fixture *fixture, Sequence *sequence)
             if (fixture->layers[l].kind == KV_LAYER_CROSS)
                 r = kv_cross_layer(pass, l, fixture->qkv[l], NULL);
         if (!r)
-            r = gpu_step_finish(&fixture->gpu, 0, NULL);
+            r = gpu_step_finish(&fixture->gpu, NULL);
         if (r) {
             (void)kv_pass_abort(pass);
             return r;
@@ -511,7 +511,7 @@ static int random_step(Fixture *fixture)
     case 4:
         return random_pass(fixture, random_below(fixture, N_LAYERS + 1)); /* aborted */
     case 5:
-        (void)gpu_drain(&fixture->gpu, 0, NULL);
+        (void)gpu_drain(&fixture->gpu, NULL);
         return random_below(fixture, 8) == 0 ? kv_cache_clear(sequence->cache) : 0;
     case 6:
     case 7:

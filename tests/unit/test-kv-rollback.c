@@ -63,7 +63,7 @@ static void write_cross(Fixture *fixture, uint32_t *ids)
     for (uint32_t l = 0; l < fixture->model.n_layers; l++)
         if (fixture->layers[l].kind == KV_LAYER_CROSS)
             assert_int_equal(kv_cross_layer(pass, l, fixture->qkv, NULL), 0);
-    assert_int_equal(gpu_step_finish(&fixture->gpu, 0, NULL), 0);
+    assert_int_equal(gpu_step_finish(&fixture->gpu, NULL), 0);
     assert_int_equal(kv_pass_commit(pass), 0);
 }
 
