@@ -12,18 +12,18 @@
 
 #include <cmocka.h>
 
-enum { MAX_ROWS = 160, N_PROMPT = 300 };
+enum { MAX_ROWS = 160, N_PROMPT = 264 }; /* a whole block and a few tokens */
 
 /* ---- scripts ------------------------------------------------------------------------------------------------------- */
 
 static const ScriptOp whole[] = {
     {SCRIPT_FORWARD, 0, 0, N_PROMPT}, {SCRIPT_CHECKPOINT, 0, 0, 0}, {SCRIPT_FORWARD, 0, 0, 1},  {SCRIPT_FORK, 0, 1, 0},
-    {SCRIPT_DECODE, 0, 0, 3},         {SCRIPT_FORWARD, 1, 0, 40},   {SCRIPT_CROP, 1, 0, 310},   {SCRIPT_DECODE, 0, 0, 3},
+    {SCRIPT_DECODE, 0, 0, 3},         {SCRIPT_FORWARD, 1, 0, 28},   {SCRIPT_CROP, 1, 0, 282},   {SCRIPT_DECODE, 0, 0, 3},
     {SCRIPT_RECORD, 0, 0, 0},         {SCRIPT_FORWARD, 0, 0, 2},    {SCRIPT_TAKE_BACK, 0, 0, 1}, {SCRIPT_DECODE, 0, 0, 3},
     {SCRIPT_SAVE, 0, 0, 0},           {SCRIPT_RESTORE, 0, 2, 0},    {SCRIPT_DECODE, 0, 0, 7},   {SCRIPT_MIGRATE, 0, 0, 0},
     {SCRIPT_DECODE, 0, 0, 7},         {SCRIPT_MIGRATE, 0, 0, 0},    {SCRIPT_DROP, 2, 0, 0},     {SCRIPT_SELECT, 2, 0, 4},
     {SCRIPT_DECODE, 0, 0, 15},        {SCRIPT_REORDER, 0, 0, 4},    {SCRIPT_DECODE, 0, 0, 15},  {SCRIPT_CLEAR, 3, 0, 0},
-    {SCRIPT_FORWARD, 3, 0, 70},       {SCRIPT_DECODE, 0, 0, 9},
+    {SCRIPT_FORWARD, 3, 0, 40},       {SCRIPT_DECODE, 0, 0, 9},
 };
 static const ScriptOp plain[] = {
     {SCRIPT_FORWARD, 0, 0, N_PROMPT}, {SCRIPT_FORWARD, 0, 0, 1}, {SCRIPT_FORK, 0, 1, 0}, {SCRIPT_DECODE, 0, 0, 3}, {SCRIPT_DECODE, 0, 0, 3},
