@@ -167,6 +167,12 @@ static int ring_size(KvSizes *sizes, uint64_t budget_bytes, ErrorDetail *reterr)
     return 0;
 }
 
+/* Of a section at home on the device when all sequences are there; its first arena has whole blocks, which few short windows do not fill. */
+static uint64_t most_device_bytes(const KvSizes *sizes, const KvSectionSizes *section)
+{
+    return MAX((uint64_t)section->held_pages * sizes->n_sequences, (uint64_t)section->device_pages) * section->page_bytes;
+}
+
 /* What of @rest the ring may have: windows that stay on the device come first, as long as two blocks are left to stream through. */
 static uint64_t ring_budget(const KvSizes *sizes, uint64_t rest)
 {
@@ -176,7 +182,7 @@ static uint64_t ring_budget(const KvSizes *sizes, uint64_t rest)
         const KvSectionSizes *section = &sizes->sections[s];
 
         if (section->home == KV_HOME_DEVICE)
-            pages += (uint64_t)section->held_pages * sizes->n_sequences * section->page_bytes;
+            pages += most_device_bytes(sizes, section);
         else
             least = MAX(least, 2 * section->block_layer_bytes);
     }
@@ -205,12 +211,11 @@ static void resident_share(const GpuInfo *info, KvSizes *sizes)
 
     for (uint32_t s = 0; s < sizes->n_sections; s++) {
         const KvSectionSizes *section = &sizes->sections[s];
-        double bytes = (double)section->held_pages * sizes->n_sequences * (double)section->page_bytes;
 
         if (section->home == KV_HOME_DEVICE)
-            left -= bytes;
+            left -= (double)most_device_bytes(sizes, section);
         else if (!section->direct)
-            all += bytes;
+            all += (double)section->held_pages * sizes->n_sequences * (double)section->page_bytes;
     }
     for (uint32_t s = 0; s < sizes->n_sections && sizes->policy.device_budget_bytes > 0 && left > 0; s++) {
         KvSectionSizes *section = &sizes->sections[s];
@@ -323,6 +328,8 @@ static int compute(const GpuInfo *info, const KvModel *model, KvSizes *sizes, Er
     if (sizes->policy.home == KV_HOME_HOST && sizes->policy.transfer == KV_TRANSFER_AUTO)
         sizes->policy.transfer = info->unified_memory ? KV_TRANSFER_ZERO_COPY : KV_TRANSFER_COPY;
     r = all_basics(sizes, reterr);
+    for (uint32_t s = 0; s < sizes->n_sections && !r; s++)
+        r = section_arenas(info, sizes, &sizes->sections[s], reterr);
     if (!r)
         r = budget_rest(sizes, &rest, reterr);
     if (!r)
@@ -331,14 +338,10 @@ static int compute(const GpuInfo *info, const KvModel *model, KvSizes *sizes, Er
         return error_trace(r);
     sizes->device_page_limit_bytes = rest == UINT64_MAX ? rest : rest - sizes->policy.n_slots * sizes->tile_bytes;
     resident_share(info, sizes);
-    for (uint32_t s = 0; s < sizes->n_sections; s++) {
+    for (uint32_t s = 0; s < sizes->n_sections; s++)
         if (!section_totals(sizes, &sizes->sections[s]))
             return error_detail_set(reterr, -EINVAL, "cache: %u sequences of %u tokens are too many", model->max_sequences,
                                     sizes->policy.max_cache_tokens);
-        r = section_arenas(info, sizes, &sizes->sections[s], reterr);
-        if (r)
-            return error_trace(r);
-    }
     return error_trace(plan_fill(info, model, sizes, reterr));
 }
 

@@ -144,6 +144,54 @@ static void plan_of_a_static_device_cache_counts_its_pages(void **state)
     assert_int_equal(kv_store_plan(&small_gpu, &smollm, &policy, &result, NULL), KV_E_DEVICE_MEMORY);
 }
 
+static uint64_t of_the_budget(const KvPlan *p)
+{
+    return p->staging_bytes + p->tail_bytes + p->device_page_bytes;
+}
+
+static void plan_within(const KvModel *model, KvPolicy policy, uint64_t more_bytes)
+{
+    ErrorDetail detail = ERROR_DETAIL_NULL;
+    KvPlan whole, within;
+
+    if (kv_store_plan(&small_gpu, model, &policy, &whole, &detail))
+        fail_msg("%s", detail.text);
+    policy.device_budget_bytes = of_the_budget(&whole) + more_bytes;
+    if (kv_store_plan(&small_gpu, model, &policy, &within, &detail))
+        fail_msg("%s, %u tokens, %u sequences, %u slots, tiles of %u, %llu more: %s", kv_strategy_to_string(policy.strategy),
+                 policy.max_cache_tokens, model->max_sequences, policy.n_slots, policy.tile_blocks, (unsigned long long)more_bytes, detail.text);
+    assert_true(of_the_budget(&within) <= policy.device_budget_bytes);
+}
+
+/* Windows that stay on the device are whole blocks there, which is more than short ones hold: that must not be promised to the ring or to
+ * resident pages. */
+static void what_a_plan_needs_is_enough_of_a_budget(void **state)
+{
+    static const KvStrategy strategies[] = {KV_STRATEGY_DYNAMIC, KV_STRATEGY_STATIC, KV_STRATEGY_OFFLOADED, KV_STRATEGY_OFFLOADED_STATIC,
+                                            KV_STRATEGY_OFFLOADED_QUANTIZED};
+    static const uint32_t windows[] = {20, 512}, tokens[] = {64, 700, 8192}, slots[] = {1, 2, 4}, tiles[] = {0, 1, 3};
+    static const uint64_t more[] = {0, 1024, 30000, 200000, 3000000, 20000000};
+    enum { N_EACH = 3 };
+
+    (void)state;
+    for (size_t i = 0; i < N_ELEMENTS(strategies) * 2 * N_EACH * N_EACH * N_EACH * 4 * N_ELEMENTS(more); i++) {
+        size_t n = i;
+        KvPolicy policy = kv_policy_preset(strategies[n % N_ELEMENTS(strategies)], false);
+        KvModel model = smollm;
+        const KvLayer layers[] = {{.kind = KV_LAYER_SLIDING, .window = windows[(n /= N_ELEMENTS(strategies)) % 2]}, {.kind = KV_LAYER_FULL}};
+
+        model.layers = layers;
+        model.n_layers = N_ELEMENTS(layers);
+        model.max_rows = 64;
+        policy.max_cache_tokens = tokens[(n /= 2) % N_EACH];
+        policy.n_slots = slots[(n /= N_EACH) % N_EACH];
+        policy.tile_blocks = tiles[(n /= N_EACH) % N_EACH];
+        model.max_sequences = 1 + (uint32_t)((n /= N_EACH) % 4);
+        policy.offload_only_non_sliding = true;
+        plan_within(&model, policy, more[n / 4]);
+    }
+}
+
 static void plan_refuses_nonsense_by_name(void **state)
 {
     KvPolicy policy = preset(KV_STRATEGY_OFFLOADED_QUANTIZED);
@@ -219,6 +267,7 @@ int main(void)
         cmocka_unit_test(plan_shrinks_the_ring_into_its_budget),
         cmocka_unit_test(plan_names_the_numbers_when_nothing_fits),
         cmocka_unit_test(plan_of_a_static_device_cache_counts_its_pages),
+        cmocka_unit_test(what_a_plan_needs_is_enough_of_a_budget),
         cmocka_unit_test(plan_refuses_nonsense_by_name),
         cmocka_unit_test(plan_of_a_window_does_not_grow_with_the_context),
         cmocka_unit_test(of_layers_that_share_one_past_the_last_is_marked),
