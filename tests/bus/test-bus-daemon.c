@@ -31,14 +31,33 @@ static void assert_say_the_same(sd_bus *a, const char *session_a, sd_bus *b, con
         heard_clear(&heard[i]);
 }
 
+static void save(sd_bus *bus, const char *session, int file)
+{
+    sd_bus_message *reply = call_ok(bus, session, SESSION, "Save", "ha{sv}", file, 0);
+    uint64_t bytes;
+
+    assert_return_code(sd_bus_message_read(reply, "t", &bytes), 0);
+    assert_int_equal(lseek(file, 0, SEEK_END), bytes);
+    sd_bus_message_unref(reply);
+}
+
+/* Tokens that are there again. */
+static uint32_t restore(sd_bus *bus, const char *session, int file)
+{
+    sd_bus_message *reply = call_ok(bus, session, SESSION, "Restore", "ha{sv}", file, 0);
+    uint32_t length;
+
+    assert_return_code(sd_bus_message_read(reply, "u", &length), 0);
+    assert_int_equal(get_u32(bus, session, SESSION, "ContextUsed"), length);
+    sd_bus_message_unref(reply);
+    return length;
+}
+
 static void a_saved_session_goes_on_in_another_connection(void **state)
 {
     _cleanup_(sd_bus_flush_close_unrefp) sd_bus *first = harness_connect(*state, getuid());
     _cleanup_(sd_bus_flush_close_unrefp) sd_bus *second = harness_connect(*state, getuid());
     _cleanup_(freep) char *session = open_session(first, "test"), *other = open_session(second, "test");
-    sd_bus_message *reply;
-    uint64_t bytes;
-    uint32_t length;
     int stream, file = memfd_create("session", MFD_CLOEXEC);
     Heard heard = {0};
 
@@ -47,14 +66,8 @@ static void a_saved_session_goes_on_in_another_connection(void **state)
     heard_clear(&heard);
     (void)close(stream);
     wait_until_idle(first);
-    reply = call_ok(first, session, SESSION, "Save", "ha{sv}", file, 0);
-    assert_return_code(sd_bus_message_read(reply, "t", &bytes), 0);
-    assert_int_equal(lseek(file, 0, SEEK_END), bytes);
-    sd_bus_message_unref(reply);
-    reply = call_ok(second, other, SESSION, "Restore", "ha{sv}", file, 0);
-    assert_return_code(sd_bus_message_read(reply, "u", &length), 0);
-    assert_int_equal(get_u32(second, other, SESSION, "ContextUsed"), length);
-    sd_bus_message_unref(reply);
+    save(first, session, file);
+    assert_int_not_equal(restore(second, other, file), 0);
     assert_say_the_same(first, session, second, other);
     (void)close(file);
 }
@@ -63,27 +76,17 @@ static void an_empty_session_is_saved_and_makes_another_empty(void **state)
 {
     _cleanup_(sd_bus_flush_close_unrefp) sd_bus *bus = harness_connect(*state, getuid());
     _cleanup_(freep) char *session = open_session(bus, "test"), *other = open_session(bus, "test");
-    sd_bus_message *reply;
-    uint64_t bytes;
-    uint32_t length;
     int stream, file = memfd_create("session", MFD_CLOEXEC);
     Heard heard = {0};
 
-    reply = call_ok(bus, session, SESSION, "Save", "ha{sv}", file, 0);
-    assert_return_code(sd_bus_message_read(reply, "t", &bytes), 0);
-    assert_int_equal(lseek(file, 0, SEEK_END), bytes);
-    sd_bus_message_unref(reply);
+    save(bus, session, file);
     free(generate(bus, other, "Tell me of a mill.", 8, true, &stream));
     stream_hear(stream, 300, &heard);
     heard_clear(&heard);
     (void)close(stream);
     wait_until_idle(bus);
     assert_int_not_equal(get_u32(bus, other, SESSION, "ContextUsed"), 0);
-    reply = call_ok(bus, other, SESSION, "Restore", "ha{sv}", file, 0);
-    assert_return_code(sd_bus_message_read(reply, "u", &length), 0);
-    assert_int_equal(length, 0);
-    sd_bus_message_unref(reply);
-    assert_int_equal(get_u32(bus, other, SESSION, "ContextUsed"), 0);
+    assert_int_equal(restore(bus, other, file), 0);
     assert_say_the_same(bus, session, bus, other);
     (void)close(file);
 }
